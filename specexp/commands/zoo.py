@@ -210,10 +210,6 @@ def twin(
     ] = None,
     dtype: opt.Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
-    vocab: Annotated[
-        int | None,
-        typer.Option(help="Vocabulary size; default: the shape's (200M: 32768, else 128256)."),
-    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace existing twins of the same name.")
     ] = False,
@@ -226,7 +222,7 @@ def twin(
     """
     from specexp.zoo import shelf, twins
 
-    facts = twins.make(params, alpha, out, damp, dtype, seed, vocab, force)
+    facts = twins.make(params, alpha, out, damp, dtype, seed, force)
     if as_json:
         print(opt.json_text(facts))
         return

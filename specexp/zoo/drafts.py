@@ -8,6 +8,7 @@ quarter of the time goes to writing them.
 
 import copy
 import hashlib
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -23,10 +24,10 @@ from transformers import PreTrainedModel
 
 from specexp.engine import Engine
 from specexp.errors import UserError, counted, refusing
-from specexp.zoo import cards, files, shelf
+from specexp.zoo import files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
-from specexp.zoo.train import Loss, can_compile, fingerprint, fit, keep
+from specexp.zoo.train import Loss, can_compile, fingerprint, fit, keep, trained_on
 
 TEMPERATURE = 0.8  # of the answers
 ANSWER = 160  # tokens of an answer, at most
@@ -160,11 +161,17 @@ def train(
     answers = {"source": source, "answered": len(documents),
                "temperature": engine.sampling.temperature}  # fmt: skip
     folder = (out or work / "drafts") / f"{name}-draft-{layers}"
-    about = cards.describe_draft(folder.name, name, draft, course, losses, figures, answers)
+    facts = {
+        "name": folder.name, "role": "draft", "target": name,
+        "about": f"{counted(layers, 'layer')} of {name}, taught on its own answers.",
+        "parameters": sum(p.numel() for p in draft.parameters()),
+        "layers": layers, "width": draft.config.get_text_config().hidden_size,
+        "held_out": figures, "trained": trained_on([course], losses, 0, answers=answers),
+    }  # fmt: skip
     with files.whole(folder) as partial:
         draft.to(torch.bfloat16).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        cards.write(partial, about, cards.card_of_draft(about))
+        (partial / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")
     return folder
 
 

@@ -7,6 +7,7 @@ while drafting (training-time test; Li et al. 2025, EAGLE-3, section 3.2), which
 loss of EAGLE-1 unnecessary.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from specexp.errors import UserError
 from specexp.models.heads import Eagle, EagleShape, Medusa, default_taps, save
 from specexp.models.int8 import split
 from specexp.models.load import load, read_tokenizer
-from specexp.zoo import cards, files, shelf
+from specexp.zoo import files, shelf
 from specexp.zoo.recipes import HEADS, HeadRecipe
 from specexp.zoo.rows import Documents, Rows, Texts, encode, read
 from specexp.zoo.train import (
@@ -29,9 +30,10 @@ from specexp.zoo.train import (
     Loss,
     can_compile,
     check_device,
-    continued_once,
+    continued,
     fingerprint,
     fit,
+    trained_on,
 )
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
@@ -179,11 +181,11 @@ def train_heads(
             "end with: set its eos_token"
         )
     model = load(target, last, "float32", device)
-    train, held_out, facts = _documents(text, tokenizer, quick)
+    train, held_out, corpus = _documents(text, tokenizer, quick)
     net = model.module
     documents = [d for name, part in train.items() if name != "echoes" for d in part]
     count = 8 if quick else 512
-    train["continued"] = continued_once(net, documents, count, work, tokenizer.eos_token_id)
+    train["continued"] = continued(net, documents, count, work, tokenizer.eos_token_id)
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts))
     laws = laws_of(head, net, recipe.unroll)
@@ -209,11 +211,19 @@ def train_heads(
     }
     folder = (out or work / ("quick" if quick else "models")) / name
     of = last if Path(target).is_dir() else str(target)
+    facts = {
+        "name": name, "role": kind, "target": last, "about": recipe.about,
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "layers": recipe.heads if kind == "medusa" else 1, "width": model.config.hidden_size,
+        "held_out": figures,
+        "trained": trained_on(recipe.courses, losses, recipe.seed, corpus=corpus),
+    }  # fmt: skip
     with files.whole(folder) as unfinished:
         save(unfinished, head.to(torch.bfloat16), of, net.config.architectures or ())
-        about = cards.describe_heads(recipe, name, last, head, figures, facts, losses)
-        by = cards if text else shelf.making("cards")  # which knows the zoo's text
-        cards.write(unfinished, about, by.card_of_heads(about))
+        (unfinished / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")
+        if text is None:
+            card = shelf.making("cards").card_of_heads(facts)
+            (unfinished / "README.md").write_text(card)
     return folder
 
 

@@ -119,12 +119,6 @@ def models(shelf: Path | None = None) -> list[ZooModel]:
     return sorted(listed, key=lambda model: (ROLES.index(model.role), -model.parameters))
 
 
-def ships(name: str) -> bool:
-    """Whether a model of this name is among those that ship."""
-    zoo = shipped()
-    return zoo is not None and name in {model.name for model in models(zoo)}
-
-
 def find(name: str) -> Path:
     """The folder of the zoo model called `name`. Raises UserError if there is none."""
     paths = {model.name: model.path for model in models()}

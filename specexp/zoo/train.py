@@ -9,10 +9,10 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,19 @@ from torch import nn
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
+from specexp.drafters.plain import Plain
+from specexp.engine import Engine
 from specexp.errors import refusing
+from specexp.models.load import of_module
+from specexp.policy import Fixed
+from specexp.sampling import Sampling
+from specexp.tree import Tree
 from specexp.zoo import files
 from specexp.zoo.recipes import END, Course
 from specexp.zoo.rows import Documents, Rows
 
 CHECKPOINT_EVERY = 100
-GIVEN = 64  # tokens of a document that the target is given to continue
+GIVEN, NEW = 64, 191  # tokens that the target is given, and by which it continues them
 TOGETHER, TEMPERATURE = 64, 0.8  # documents that it continues at once, and how
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,15 +46,25 @@ def check_device(device: str) -> None:
         torch.empty(1, device=device)
 
 
-def continued_once(
+def continued(
     target: LlamaForCausalLM, documents: Documents, count: int, work: Path, end: int = END
 ) -> Documents:
-    """`continued`, cached in a file of `work` that is named by the target and the documents."""
+    """`count` documents of GIVEN real tokens, NEW that the target samples (or as many as it
+    has room for), and the end; kept in a file of `work` that the target and the documents name."""
     digest = hashlib.sha256(f"{fingerprint(target)} {end}".encode())
     digest.update(np.concatenate(documents).tobytes())
     path = work / f"continued-{count}-{digest.hexdigest()[:12]}.pt"
     if not path.exists():
-        keep(path, torch.from_numpy(np.stack(continued(target, documents, count, end=end))))
+        engine = Engine(of_module(target), Plain(), Fixed(Tree.chain(0)), Sampling(TEMPERATURE))
+        new = min(NEW, engine.target.context - GIVEN)
+        given = [document[:GIVEN].tolist() for document in documents if len(document) > GIVEN]
+        drawn = np.random.default_rng(0).integers(len(given), size=count)
+        texts: list[list[int]] = []
+        for i in tqdm(range(0, count, TOGETHER), desc="the target continues the corpus"):
+            prompts = [given[j] for j in drawn[i : i + TOGETHER]]
+            answers = engine.generate(prompts, new, range(i, i + len(prompts))).tokens
+            texts += [[*p, *answer, end] for p, answer in zip(prompts, answers, strict=True)]
+        keep(path, torch.tensor(texts, dtype=torch.int32))
     return list(torch.load(path, weights_only=True).numpy())
 
 
@@ -76,7 +92,8 @@ def fit(
         loss_of = torch.compile(loss_of, dynamic=False)
     start = len(losses)
     bar = tqdm(range(start, course.steps), initial=start, total=course.steps, desc=name)
-    with flushing_denormals():
+    torch.set_flush_denormal(True)  # in the whole process: arithmetic near zero is ten times faster
+    try:
         for step in bar:
             batch = rows.batch(course, step).to(device)
             loss = loss_of(batch)
@@ -95,43 +112,28 @@ def fit(
                 progress = [optimizer.state_dict() for optimizer in optimizers]
                 keep(path, {"model": model.state_dict(), "optimizers": progress, "losses": losses})
                 watch(step + 1, recent)
+    finally:
+        torch.set_flush_denormal(False)
     model.eval()
     return losses
 
 
-@contextmanager
-def flushing_denormals() -> Iterator[None]:
-    """Flush denormals in the whole process: arithmetic near zero is ten times faster."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@torch.no_grad()
-def continued(
-    target: LlamaForCausalLM, documents: Documents, count: int, given: int = GIVEN, new: int = 191,
-    end: int = END,
-) -> Documents:  # fmt: skip
-    """`count` documents of `given` real tokens, `new` sampled from the target, and the end."""
-    rng = torch.Generator().manual_seed(0)
-    long_enough = [document for document in documents if len(document) > given]
-    continuations: Documents = []
-    batch = min(TOGETHER, count)
-    for _ in tqdm(range(0, count, batch), desc="the target continues the corpus"):
-        drawn = torch.randint(len(long_enough), (batch,), generator=rng).tolist()
-        starts = np.stack([long_enough[i][:given] for i in drawn]).astype(np.int64)
-        text, cache = [torch.from_numpy(starts).to(target.device)], None
-        for _ in range(new):
-            with torch.autocast(target.device.type, torch.bfloat16):
-                out = target(input_ids=text[-1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            law = (out.logits[:, -1].float() / TEMPERATURE).softmax(-1).cpu()
-            text.append(torch.multinomial(law, 1, generator=rng).to(target.device))
-        text.append(torch.full_like(text[-1], end))
-        continuations += list(torch.cat(text, 1).cpu().numpy().astype(np.int32))
-    return continuations[:count]
+def trained_on(
+    courses: Sequence[Course], losses: Sequence[float], seed: int, **text: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `zoo.json` says of training: the schedule, the mean loss of every 20 steps, and the
+    facts about the text."""
+    described = []
+    for course in courses:
+        mine, losses = losses[: course.steps], losses[course.steps :]
+        blocks = [mine[i : i + 20] for i in range(0, len(mine), 20)]
+        described.append({
+            "phases": [[p.steps, p.batch, p.length] for p in course.phases],
+            "tokens": course.tokens, "repeats": dict(course.repeats),
+            "muon_lr": course.muon_lr, "adam_lr": course.adam_lr,
+            "loss": [round(float(np.mean(block)), 4) for block in blocks],
+        })  # fmt: skip
+    return {"courses": described, "seed": seed, "torch": torch.__version__.split("+")[0], **text}
 
 
 _MATRIX = re.compile(r"(_proj|linear|fc)\.weight$")  # not embeddings, LM heads or norms

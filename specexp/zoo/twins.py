@@ -28,7 +28,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -41,10 +40,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from specexp.errors import UserError
+from specexp.errors import UserError, refusing
 from specexp.models.load import DTYPES
 from specexp.models.memory import free_memory
-from specexp.zoo import cards, files, shelf
+from specexp.zoo import files, shelf
 from specexp.zoo.recipes import END, VOCABULARY
 
 
@@ -84,9 +83,6 @@ class Shape:
     def parameters(self) -> int:
         return sum(size.numel() for size in self.weights.values())
 
-    def first(self, layers: int) -> Shape:
-        return replace(self, layers=layers)
-
     def is_deep(self, name: str) -> bool:
         """Whether a weight writes to the residual stream in a layer that the draft lacks."""
         return _layer(name) >= self.draft and _kind(name) in ("o_proj", "down_proj")
@@ -105,54 +101,51 @@ LEAST, MOST = 1e-4, 4.0  # range of damping factors
 
 def make(
     params: str, alpha: float | None = None, out: Path | None = None, damp: float | None = None,
-    dtype: str = "bfloat16", seed: int = 0, vocab: int | None = None, force: bool = False,
+    dtype: str = "bfloat16", seed: int = 0, force: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Write `twin-PARAMS-target` and `twin-PARAMS-draft` to `out`, by default the store's `twins/`.
 
-    alpha: the acceptance to calibrate the damping for, unless `damp` gives the factor. vocab: rows
-    of the head, by default those of the real shape. force: replace existing folders. Returns the
-    content of the target's `zoo.json`. Raises UserError, before it writes any weights, for an
-    impossible request, existing folders, or too little disk or memory."""
-    shape, out = _shape_of(params, alpha, damp, dtype, vocab), out or shelf.store() / "twins"
+    alpha: the acceptance to calibrate the damping for, unless `damp` gives the factor. force:
+    replace an existing pair. Returns the content of the target's `zoo.json`. Raises UserError,
+    before it writes any weights, for an impossible request, an existing pair, or too little disk
+    or memory."""
+    shape, out = _shape_of(params, alpha, damp, dtype), out or shelf.store() / "twins"
     shelf.find("target-10m")  # whose tokenizer they get
     name = f"twin-{params.lower()}"
-    folders = {f"{name}-draft": shape.first(shape.draft), f"{name}-target": shape}
-    for folder in folders:
-        if (out / folder).exists() and not force:
-            raise UserError(
-                f"{out / folder} exists: replace it with --force, or choose another with --out"
-            )
+    target = out / f"{name}-target"
+    if target.exists() and not force:
+        raise UserError(f"{target} exists: replace it with --force, or choose another with --out")
     for left in out.glob(".twin-*-*"):  # by runs that were killed
         if not Path("/proc", left.name.rpartition("-")[2]).exists():
             shutil.rmtree(left)
-    _check_room(params, list(folders.values()), out, dtype, alpha)
-    try:
+    draft = replace(shape, layers=shape.draft)
+    _check_room(params, [draft, shape], out, dtype, alpha)
+    with refusing(f"cannot write to {out}; give another folder with --out"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        why = f"cannot write to {out}: {e.strerror}; give another folder with --out"
-        raise UserError(why) from e
     damping: dict[str, Any] = {"damp": damp}
     if alpha is not None:
         damping = calibrated(shape, alpha, dtype, seed)
-    with ExitStack() as parts:  # the draft comes first: where there is a target, its draft is there
-        places = [parts.enter_context(files.whole(out / folder)) for folder in reversed(folders)]
-        total = sum(_bytes(shape, dtype) for shape in folders.values())
-        bar = parts.enter_context(tqdm(total=total, desc="writing", unit="B", unit_scale=True))
-        for part, cut in zip(reversed(places), folders.values(), strict=True):
-            write(cut, part, damping["damp"], dtype, seed, bar.update)
-            details = {"shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": damping}
-            facts = cards.describe_twin(name, cut.parameters, cut == shape, details)
-            cards.write(part, facts, cards.card_of_twin(facts))
-        shutil.rmtree(out / f"{name}-target", ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)  # where there is a target, its own draft is there
+    for folder, cut in {out / f"{name}-draft": draft, target: shape}.items():
+        whole = folder == target
+        facts = {
+            "name": name if whole else folder.name, "role": "target" if whole else "draft",
+            "target": None if whole else name, "parameters": cut.parameters,
+            "layers": cut.layers, "width": cut.width,
+            "about": "Random weights in a real shape, for measuring its costs." if whole
+            else f"The first {cut.layers} layers of {name}, with the same weights, norm and head.",
+            "shape": asdict(cut), "dtype": dtype, "seed": seed, "agreement": damping,
+        }  # fmt: skip
+        with files.whole(folder) as part:
+            write(cut, part, damping["damp"], dtype, seed)
+            (part / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")
     return facts
 
 
 # checks
 
 
-def _shape_of(
-    params: str, alpha: float | None, damp: float | None, dtype: str, vocab: int | None
-) -> Shape:
+def _shape_of(params: str, alpha: float | None, damp: float | None, dtype: str) -> Shape:
     shapes = {name.lower(): shape for name, shape in SHAPES.items()}
     if params.lower() not in shapes:
         raise UserError(f"no twin has {params!r} parameters: choose one of {', '.join(SHAPES)}")
@@ -164,10 +157,7 @@ def _shape_of(
         raise UserError(f"damp is {damp}; it must be above 0 and at most {MOST:g}")
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    if vocab is not None and vocab < VOCABULARY:
-        raise UserError(f"vocab is {vocab}; the tokenizer needs {VOCABULARY} or more")
-    shape = shapes[params.lower()]
-    return replace(shape, rows=vocab or shape.rows)
+    return shapes[params.lower()]
 
 
 def _check_room(params: str, pair: list[Shape], out: Path, dtype: str, alpha: float | None) -> None:
@@ -235,15 +225,12 @@ def _layer(name: str) -> int:
     return int(parts[2]) if parts[1] == "layers" else -1
 
 
-def write(
-    shape: Shape, folder: Path, damp: float, dtype: str, seed: int,
-    wrote: Callable[[int], Any] = lambda n: None,
-) -> None:  # fmt: skip
+def write(shape: Shape, folder: Path, damp: float, dtype: str, seed: int) -> None:
     """Write a model as a Hugging Face folder, one shard per layer and in memory at a time."""
     folder.mkdir()
     shards = [list(part) for _, part in groupby(shape.weights.items(), lambda w: _layer(w[0]))]
     places: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
+    for number, shard in enumerate(tqdm(shards, desc="writing", unit="shard"), 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weights = {
             name: draw(name, size, DTYPES[dtype], seed, damp if shape.is_deep(name) else 1.0)
@@ -251,7 +238,6 @@ def write(
         }
         save_file(weights, folder / file, {"format": "pt"})
         places |= dict.fromkeys(weights, file)
-        wrote(sum(weight.nbytes for weight in weights.values()))
     index = {"metadata": {"total_size": _bytes(shape, dtype)}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     shape.config(dtype).save_pretrained(folder)

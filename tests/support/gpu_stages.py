@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -249,7 +250,7 @@ def twin(params: str, device: torch.device, made: list[Pairing]) -> dict[str, An
     for name, weight in target.named_parameters():
         damp = DAMP if shape.is_deep(name) else 1.0
         weight.copy_(twins.draw(name, weight.shape, weight.dtype, 0, damp, device))
-    draft = random_module(shape.first(shape.draft).config(), device)
+    draft = random_module(replace(shape, layers=shape.draft).config(), device)
     draft.load_state_dict(target.state_dict(), strict=False, assign=True)
     tokenizer = read_target("target-10m")[2]
     tokenizer.add_tokens([f"<{token}>" for token in range(len(tokenizer), shape.rows)])

@@ -17,7 +17,7 @@ from specexp.zoo import heads
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, HEADS, Course, Phase
 from specexp.zoo.rows import PIECE, Rows, cut, encode
-from specexp.zoo.train import GIVEN, continued, continued_once, fit
+from specexp.zoo.train import GIVEN, NEW, continued, fit
 
 
 @pytest.fixture(scope="module")
@@ -100,29 +100,18 @@ def test_checkpoint_of_another_recipe_or_text_is_ignored(documents, tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_continuations_are_cached_by_target_and_text(documents, tmp_path):
+def test_continuations_are_of_the_target_and_its_documents(documents, tmp_path):
     one, other = (quick_version(replace(TARGET, seed=seed)).build().eval() for seed in (0, 1))
     given = documents["code"]
-    found = continued_once(one, given, 2, tmp_path)
-    assert not np.array_equal(found, continued_once(one, given[1:], 2, tmp_path))
-    other.model.embed_tokens.weight.data.copy_(one.model.embed_tokens.weight)
-    assert not np.array_equal(found, continued_once(other, given, 2, tmp_path))
-    assert np.array_equal(found, continued_once(one, given, 2, tmp_path))
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_continued_starts_with_the_documents(documents):
-    model = quick_version(TARGET).build().eval()
-    given = documents["code"]
-    texts = continued(model, given, count=3, given=8, new=5)
-    assert [len(text) for text in texts] == [14] * 3
+    texts = continued(one, given, 3, tmp_path)
+    assert [len(text) for text in texts] == [GIVEN + NEW + 1] * 3
     assert all(text[-1] == END for text in texts)
-    starts = {tuple(document[:8]) for document in given}
-    assert all(tuple(text[:8]) in starts for text in texts)
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(texts, continued(model, given, count=3, given=8, new=5), strict=True)
-    )
+    assert {tuple(text[:GIVEN]) for text in texts} <= {tuple(text[:GIVEN]) for text in given}
+    assert not np.array_equal(texts, continued(one, given[1:], 3, tmp_path))
+    other.model.embed_tokens.weight.data.copy_(one.model.embed_tokens.weight)
+    assert not np.array_equal(texts, continued(other, given, 3, tmp_path))
+    assert np.array_equal(texts, continued(one, given, 3, tmp_path))
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.fixture
@@ -142,11 +131,11 @@ def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypat
 
     def noted(target, documents, *rest):
         seen.extend(documents)
-        made = continued_once(target, documents, *rest)
+        made = continued(target, documents, *rest)
         assert all(document[-1] == tokenizer.eos_token_id != END for document in made)
         return made
 
-    monkeypatch.setattr(heads, "continued_once", noted)
+    monkeypatch.setattr(heads, "continued", noted)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
     train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)

@@ -13,9 +13,11 @@ from transformers import LlamaForCausalLM
 
 from making.recipes import CONTEXT, Recipe
 from specexp.zoo import shelf
-from specexp.zoo.cards import Figures, page, trained_on
 from specexp.zoo.recipes import VOCABULARY
 from specexp.zoo.rows import Documents
+from specexp.zoo.train import trained_on
+
+Figures = dict[str, dict[str, float]]
 
 
 @torch.no_grad()
@@ -80,6 +82,17 @@ def describe(
         "held_out": held_out,
         "trained": trained if recipe.courses else None,
     }
+
+
+def page(facts: Mapping[str, Any], header: str, sections: Mapping[str, str]) -> str:
+    """A model card in Markdown: header, name and purpose, then sections by their headings."""
+    parts = [
+        f"---\n{header}tags: [speculative-decoding]\n---",
+        f"# {facts['name']}",
+        facts["about"],
+    ]
+    parts += [f"## {heading}\n\n{text}" for heading, text in sections.items()]
+    return "\n\n".join(parts) + "\n"
 
 
 def card(facts: Mapping[str, Any]) -> str:
@@ -179,7 +192,9 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
     layout = "the `speculators` format" if kind == "eagle3" else "the layout of published heads"
     corpus = trained["corpus"]
     terms = "Check the licence of the target: the heads are derived from it."
-    mark, terms = ("license: mit\n", licence(trained)) if shelf.ships(target) else ("", terms)
+    zoo = shelf.shipped()
+    ours = zoo is not None and (zoo / target).is_dir()
+    mark, terms = ("license: mit\n", licence(trained)) if ours else ("", terms)
     return page(facts, f"{mark}base_model: {target}\n", {
         "Heads": f"{facts['parameters']:,} parameters for the target {target}, in {layout}.",
         "Use": f"`specexp generate --target {target} --drafter {kind.rstrip('3')}:FOLDER`, where "

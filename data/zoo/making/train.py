@@ -6,6 +6,7 @@ generated. This file does not know what the text is (`corpus.py`) or how a step 
 (`specexp/zoo/train.py`).
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,10 +21,9 @@ from making.recipes import RECIPES, Recipe, quick_version
 from making.tokenizer import train_tokenizer, wrap
 from specexp.errors import UserError
 from specexp.zoo import files, shelf
-from specexp.zoo.cards import write
 from specexp.zoo.recipes import END
 from specexp.zoo.rows import Rows, Texts, encode
-from specexp.zoo.train import Loss, can_compile, check_device, continued_once, fingerprint, fit
+from specexp.zoo.train import Loss, can_compile, check_device, continued, fingerprint, fit
 
 
 def train_zoo(
@@ -60,7 +60,7 @@ def _make(recipe: Recipe, texts: Texts, out: Path, work: Path, device: str, quic
     held = {kind: encode(tokenizer, each) for kind, each in texts.held.items()}
     if target is not None:
         given = [d for kind in texts.train if kind != "echoes" for d in train[kind]]
-        train["continued"] = continued_once(target, given, 8 if quick else 512, work)
+        train["continued"] = continued(target, given, 8 if quick else 512, work)
     losses: list[float] = []
     model = recipe.build().to(device)
     if target is not None and target.config.hidden_size == recipe.width:
@@ -81,7 +81,8 @@ def _make(recipe: Recipe, texts: Texts, out: Path, work: Path, device: str, quic
         tokens = 2_048 if quick else 32_768
         figures = measure(shipped.float().to(device), held, target, tokens)
         facts = describe(recipe, shipped, figures, texts.facts, losses)
-        write(partial, facts, card(facts))
+        (partial / "zoo.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (partial / "README.md").write_text(card(facts))
 
 
 def _chosen(only: list[str] | None) -> list[Recipe]:
