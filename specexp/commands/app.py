@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from specexp.commands import bench, generate, grid, lab, serve, store, zoo
-from specexp.commands.options import Command, complain, console
+from specexp.commands.options import Command, complain
 from specexp.errors import NonFiniteLogits, UserError, first_line, panicked
 
 app = typer.Typer(
@@ -75,7 +75,7 @@ def doctor() -> None:
     """Report versions, device, speed by dtype and disk space, and what is missing (exit code 1)."""
     from specexp.commands.doctor import examine
 
-    raise typer.Exit(0 if examine(console) else 1)
+    raise typer.Exit(0 if examine() else 1)
 
 
 for command in (

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def bench(
+    ctx: typer.Context,
     suites: Annotated[
         list[str] | None,
         typer.Argument(help="peers, roofline, round, scale; default: all.", metavar="[SUITE]..."),
@@ -69,10 +70,7 @@ def bench(
     from specexp.zoo import files
 
     names = list(dict.fromkeys(suites or every.NAMES))
-    options = opt.pairing_options(
-        gamma, target=target, drafter=drafter, temperature=temperature, sampling=sampling,
-        dtype=dtype, device=device,
-    )  # fmt: skip
+    options = opt.pairing_options(ctx.params)
     rows, texts = opt.numbers("batches", batches), questions.load(prompts, limit=every.PROMPTS)
     work = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
     every.check(names, options | work, texts)
@@ -85,30 +83,38 @@ def bench(
     pairing = api.load(**options)
     report["about"] = every.about(pairing.target.device, pairing.target.dtype)
     if not as_json:
-        opt.console.print(hardware.heading(report["about"]), soft_wrap=True)
+        opt.say(hardware.heading(report["about"]))
     for line in report["about"]["warning"].splitlines():
         opt.complain("warning", line)
     for name in names:
-        result = report["suites"][name] = every.run(
-            name, pairing, texts, rows, max_new_tokens, repeats
-        )
+        try:
+            result = every.run(name, pairing, texts, rows, max_new_tokens, repeats)
+            report["suites"][name] = result
+        except KeyboardInterrupt as e:  # from `interleave.take`
+            report["interrupted"] = {name: e.args[0] if e.args else {}}
         if out:
             files.write(out, json.dumps(report, indent=1))
+        if "interrupted" in report:
+            break
         if not as_json:
             tables, notes = hardware.tables(name, result)
-            opt.console.print(*tables, *notes, "", soft_wrap=True, sep="\n")
+            opt.say(*tables, *notes, "")
     if as_json:
         print(opt.json_text(report))
     elif out:
-        opt.console.print(f"kept in {opt.relative(out)}", soft_wrap=True)
+        opt.say(f"kept in {opt.relative(out)}")
+    if "interrupted" in report:
+        opt.complain("interrupted", hardware.so_far(report["interrupted"]))
+        raise typer.Exit(130)
     if earlier:
         changes = regression.changes(earlier, report)
         if not as_json:
-            opt.console.print(regression.table(changes, earlier, report), soft_wrap=True)
+            opt.say(regression.table(changes, earlier, report))
         raise typer.Exit(int(any(change.worse for change in changes)))
 
 
 def profile(
+    ctx: typer.Context,
     target: opt.Target = opt.default("target"),
     drafter: opt.Drafter = opt.default("drafter"),
     gamma_max: Annotated[
@@ -143,10 +149,7 @@ def profile(
     from specexp.measure.prompts import Prompt
 
     rows, slots = opt.numbers("batches", batches), opt.numbers("contexts", contexts)
-    options = opt.pairing_options(
-        gamma_max, target=target, drafter=drafter, temperature=temperature, dtype=dtype,
-        device=device,
-    )  # fmt: skip
+    options = opt.pairing_options(ctx.params | {"gamma": gamma_max})
     gamma = options["gamma"]
     parameters.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
     if out:
@@ -168,7 +171,7 @@ def profile(
         print(opt.json_text(json.loads(files[-1].read_text()) | {"fit": fitted}))
     else:
         _show_costs(costs, slots[0])
-        opt.console.print(f"kept in {opt.relative(files[-1])}", soft_wrap=True)
+        opt.say(f"kept in {opt.relative(files[-1])}")
 
 
 def _show_costs(costs: Costs, context: int) -> None:
@@ -183,12 +186,11 @@ def _show_costs(costs: Costs, context: int) -> None:
         times = [costs.verify_s(batch, n, context) for n in costs.tokens]
         times += [costs.draft_s(batch, g, context) for g in costs.gammas]
         table.add_row(str(batch), *(f"{t * 1e3:.1f}" for t in times))
-    opt.console.print(table)
     fit = costs.fit()
     knee, widest = fit.knee(context), costs.tokens[-1]
-    opt.console.print(
+    opt.console.print(table)
+    opt.say(
         f"a pass takes {in_words(fit, context)}{doubt(costs)}; at about {knee:.0f} tokens they "
         f"cost as much as the floor: batch {knee:.0f} without drafts, {knee / widest:.1f} with "
-        f"γ = {widest - 1}",
-        soft_wrap=True,
-    )  # fmt: skip
+        f"γ = {widest - 1}"
+    )

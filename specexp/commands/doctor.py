@@ -8,11 +8,11 @@ import tomllib
 
 import torch
 from packaging.requirements import Requirement
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from specexp import ops
+from specexp.commands.options import console, say
 from specexp.errors import counted
 from specexp.measure.hardware.machine import described, doubts, matrices, pass_s
 from specexp.models.memory import free_memory
@@ -23,41 +23,40 @@ from specexp.zoo import shelf
 SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
 
 
-def examine(console: Console) -> bool:
+def examine() -> bool:
     """Print the report; False if something that every run needs is missing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    facts = Table(box=None, show_header=False)
-    facts.add_row(
-        "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    )
-    facts.add_row("packages", ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN))
-    facts.add_row("device", described(device))
-    facts.add_row("free memory", f"{free_memory(device) / 2**30:.1f} GiB")
     cores, load = counted(os.cpu_count() or 1, "core"), os.getloadavg()[0]
-    facts.add_row("threads", f"{torch.get_num_threads()} on {cores}, load average {load:.1f}")
-    facts.add_row("kernels", ops.state(device))
-    facts.add_row("in torch", f"float64, and {', '.join(ops.in_torch(device))}")
     root = results.root()
-    free = shutil.disk_usage(_existing(root)).free
-    facts.add_row("store", Text(f"{root}, {free / 2**30:.1f} GiB free"))
+    there = next(path for path in (root, *root.parents) if path.exists())
     zoo = ", ".join(m.name for m in shelf.models())
-    facts.add_row("zoo", Text(zoo or "none: your own models work without"))
-    console.print(facts)
-    console.print(speeds(device))
+    facts = Table(box=None, show_header=False)
+    for name, fact in {
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "packages": ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN),
+        "device": described(device),
+        "free memory": f"{free_memory(device) / 2**30:.1f} GiB",
+        "threads": f"{torch.get_num_threads()} on {cores}, load average {load:.1f}",
+        "kernels": ops.state(device),
+        "in torch": f"float64, and {', '.join(ops.in_torch(device))}",
+        "store": f"{root}, {shutil.disk_usage(there).free / 2**30:.1f} GiB free",
+        "zoo": zoo or "none: your own models work without",
+    }.items():
+        facts.add_row(name, fact)
+    console.print(facts, speeds(device), sep="\n")
     doubtful = doubts(device)
     for line in doubtful:
-        text = Text.assemble(("doubtful", "bold yellow"), f" timings: {line}")
-        console.print(text, soft_wrap=True)
+        say(Text.assemble(("doubtful", "bold yellow"), f" timings: {line}"))
     problems = [("missing", problem) for problem in missing()]
-    if not os.access(_existing(root), os.W_OK):
+    if not os.access(there, os.W_OK):
         problems.append(("not writable", f"{root}: set SPECEXP_MLRUNS to a folder you can write"))
     if not zoo:
         problems.append(("missing", f"the zoo's models: {shelf.GET}"))
     for what, problem in problems:
-        console.print(Text.assemble((what, "bold red"), f" {problem}"), soft_wrap=True)
+        say(Text.assemble((what, "bold red"), f" {problem}"))
     if not problems:
         busy = ", but do not time anything now" * bool(doubtful)
-        console.print(Text.assemble(("ready", "green"), f": nothing is missing{busy}"))
+        say(Text.assemble(("ready", "green"), f": nothing is missing{busy}"))
     return not problems
 
 
@@ -103,11 +102,3 @@ def speeds(device: torch.device) -> Table:
             f"{size / best[1] / 1e9:.0f} GB/s", *(f"{best[n] / best[1]:.2f}x" for n in counts[1:]),
         )  # fmt: skip
     return table
-
-
-def _existing(path: os.PathLike[str]) -> str:
-    """The path, or its nearest parent that exists."""
-    at = os.path.abspath(path)
-    while not os.path.exists(at):
-        at = os.path.dirname(at)
-    return at

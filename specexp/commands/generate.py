@@ -20,12 +20,9 @@ RUNS = 3  # of each kind that are timed
 
 
 def generate(
+    ctx: typer.Context,
     target: opt.Target = opt.default("target"),
     drafter: opt.Drafter = opt.default("drafter"),
-    draft: Annotated[
-        str | None,
-        typer.Option(hidden=True, help="The drafter's ARGUMENT as an option of its own."),
-    ] = None,
     gamma: opt.Gamma = None,
     tree: Annotated[
         str,
@@ -73,11 +70,7 @@ def generate(
         raise UserError('give either --prompt "some text" or --prompts FILE')
     if limit is not None and prompts is None:
         raise UserError("--limit is a number of --prompts: leave it out with --prompt")
-    named = drafter if draft is None else f"{drafter}:{draft}"
-    options = opt.pairing_options(
-        gamma, target=target, drafter=named, temperature=temperature, top_k=top_k, top_p=top_p,
-        min_p=min_p, sampling=sampling, rule=rule, tree=tree, dtype=dtype, device=device, seed=seed,
-    )  # fmt: skip
+    options = opt.pairing_options(ctx.params)
     if prompt is None:
         texts = load(str(prompts), None, limit)
     else:
@@ -87,10 +80,10 @@ def generate(
     texts = in_chat(texts, pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
         opt.console.print(f"{texts}\n", style="dim")
+    trees = rounds and not Tree.parse(options["tree"], options["gamma"]).is_chain
     for number, text in enumerate(question.text for question in texts):
         speed, output = _timed(pairing, text, max_new_tokens)
-        drawn = rounds and not Tree.parse(options["tree"], options["gamma"]).is_chain
-        output, parents = _drawn(pairing, text, max_new_tokens) if drawn else (output, [])
+        output, parents = _drawn(pairing, text, max_new_tokens) if trees else (output, [])
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
         if as_json:
             shown = {"prompts": str(texts)} | _as_dict(pairing, text, output, exact, parents)
@@ -100,11 +93,11 @@ def generate(
                 opt.console.rule(style="dim")
             _show(pairing, text, output, rounds, parents)
             doubt = f"; doubtful: runs differ by {speed['spread']:.1f}x, is the machine busy?"
-            opt.console.print(
+            opt.say(
                 f"{speed['tokens_per_s']:.0f} tokens/s, {speed['speedup']:.2f}x plain decoding "
                 f"({speed['plain_tokens_per_s']:.0f} tokens/s); the fastest of {RUNS} runs each"
-                f"{'' if speed['credible'] else doubt}\n{exact}",
-                soft_wrap=True,
+                f"{'' if speed['credible'] else doubt}",
+                str(exact),
             )
         if exact.bugs:
             raise typer.Exit(1)
@@ -113,16 +106,18 @@ def generate(
 def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, Any], Output]:
     """Tokens per second of plain and of speculative decoding, both warm and in turns: the fastest
     runs, how far runs differ, and whether that is credible. And the latter's last output."""
+    from specexp.measure import interleave
     from specexp.measure.hardware.machine import UNSTEADY
     from specexp.theory import credible
 
-    plain, ids, took = pairing.engine.plain(), pairing.encode([text]), []
-    for _ in range(1 + RUNS):
-        plain_s = plain.generate(ids, max_new_tokens).trace.tpot_s
-        output = pairing.generate([text], max_new_tokens)
-        took.append((plain_s, output.trace.tpot_s))
-    sides = list(zip(*took[1:], strict=True))
-    plain_s, own_s = map(min, sides)
+    plain, ids = pairing.engine.plain(), pairing.encode([text])
+    arms: dict[str, Callable[[int], Any]] = {
+        "plain": lambda _: plain.generate(ids, max_new_tokens),
+        "own": lambda _: pairing.generate([text], max_new_tokens),
+    }
+    turns = interleave.take(arms, range(RUNS), pairing.target.device, about="")
+    sides = [[turn.result.trace.tpot_s for turn in turns[arm]] for arm in arms]
+    (plain_s, own_s), output = map(min, sides), turns["own"][-1].result
     spread, speedup = max(max(side) / min(side) for side in sides), plain_s / own_s
     sure = spread < UNSTEADY and credible(speedup, output.acceptance.length)
     return {
@@ -158,21 +153,19 @@ def _as_dict(
     ]
     for described, tree in zip(rounds, parents, strict=False):
         described["parents"] = tree
+    figures = ("length", "marginal", "conditional", "accepted", "passes")
     return {
         "prompt": text,
         "tokens": output.tokens[0],
         "text": pairing.decode(output.tokens[0]),
         "rounds": rounds,
-        "acceptance": {
-            "rate": record.rate if record.drafted else None, "length": record.length,
-            "tokens_per_pass": output.tokens_per_pass, "marginal": record.marginal,
-            "conditional": record.conditional, "histogram": record.histogram,
-            "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,
-            "cut": record.cut, "passes": record.passes,
+        "acceptance": asdict(record) | {name: getattr(record, name) for name in figures} | {
+            "rate": record.rate if record.drafted else None,
+            "tokens_per_pass": output.tokens_per_pass,
         },
-        "exact": {
+        "exact": asdict(exact) | {
             "pass": exact.bugs == 0 and not exact.lossy, "ties": exact.ties, "bugs": exact.bugs,
-            "detectable_tv": exact.detectable, **asdict(exact),
+            "detectable_tv": exact.detectable,
         },
         "followed": list(pairing.followed),
     }  # fmt: skip
@@ -191,10 +184,10 @@ def _show(
         lines = tokens.by_round(pairing, trace.rounds, output.tokens[0], parents=parents)
         parts += [Text("\nround  accepted/drafted", "dim"), lines]
     for part in [*parts, Text("\n").append_text(tokens.legend())]:
-        opt.console.print(part if coloured else tokens.marked(part), soft_wrap=True)
-    opt.console.print(str(trace.acceptance), soft_wrap=True)
+        opt.say(part if coloured else tokens.marked(part))
+    opt.say(str(trace.acceptance))
     if pairing.followed:
-        opt.console.print(f"as its generation config says: {', '.join(pairing.followed)}")
+        opt.say(f"as its generation config says: {', '.join(pairing.followed)}")
 
 
 def theory(
@@ -219,9 +212,9 @@ def theory(
         print(opt.json_text(asdict(prediction)))
         return
     best = f"{prediction.best_gamma}" + " or more" * (prediction.best_gamma == LONGEST)
-    opt.console.print(
-        f"tokens per target pass  {prediction.tokens_per_pass:.4g}\n"
-        f"speedup                 {prediction.speedup:.4g}x\n"
-        f"arithmetic              {prediction.operations:.4g}x that of plain decoding\n"
-        f"fastest draft length    {best}, at this alpha and cost"
+    opt.say(
+        f"tokens per target pass  {prediction.tokens_per_pass:.4g}",
+        f"speedup                 {prediction.speedup:.4g}x",
+        f"arithmetic              {prediction.operations:.4g}x that of plain decoding",
+        f"fastest draft length    {best}, at this alpha and cost",
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specexp.commands.options import console
+from specexp.commands.options import console, say
 from specexp.errors import UserError, counted
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
     """Check grid files completely, without running anything."""
     points = _points(files, only, yes)
     both = counted(len(points), "point"), counted(len(files), "file")
-    console.print(f"{' in '.join(both)}: ready to run")
+    say(f"{' in '.join(both)}: ready to run")
 
 
 @app.command("run")
@@ -96,24 +95,17 @@ def run(
 
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be 1 or more")
-    if on.partition(":")[0] == "slurm":
-        raise UserError(
-            "--on slurm is gone: submit this same command with `sbatch --array=0-7`, without --on; "
-            "its jobs share the points (notebooks/README.md, On Slurm)"
-        )
     points = _points(files, only, yes, together)
     machines = None
     if on != "here":
         from specexp.grids.machines.ray import OnRay
 
-        say = partial(console.print, soft_wrap=True)
         machines = OnRay(points, on, forked=not fresh, say=say)
-    raise typer.Exit(
-        runner.run(
-            points, console, machines=machines, jobs=jobs, retry_failed=retry_failed, force=force,
-            forked=not fresh,
-        )
+    code = runner.run(
+        points, console, machines=machines, jobs=jobs, retry_failed=retry_failed, force=force,
+        forked=not fresh,
     )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command("status")
@@ -129,10 +121,10 @@ def status(
 
     points = _points(files, only, yes, together, checked=False)
     console.print(progress.status(points))
-    for line in progress.changed(points):
-        console.print(line, soft_wrap=True)
+    lines = progress.changed(points)
     try:
-        for line in progress.missing(points).lines("`specexp grid run`"):
-            console.print(line, soft_wrap=True, markup=False)
+        lines += progress.missing(points).lines("`specexp grid run`")
     except (runs.StoreUnreachable, runs.StoreCorrupt) as e:
-        console.print(f"MLflow cannot be read now: {e}", soft_wrap=True, markup=False)
+        lines.append(f"MLflow cannot be read now: {e}")
+    for line in lines:
+        say(line)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specexp.commands.options import console
+from specexp.commands.options import say
 from specexp.errors import UserError
 
 COPIED = ("*.ipynb", "*.py", "grids/*.yaml")
@@ -55,9 +55,8 @@ def lab(
         raise UserError('JupyterLab is not installed: pip install "specexp[lab]"')
     folder = results.folder("notebooks")
     for name in copy(shelf.CHECKOUT / "notebooks", folder):
-        console.print(
+        say(
             f"{name}: the shipped one is newer, and yours was changed and stays; rename "
-            f"{folder / name} to get the new one",
-            soft_wrap=True,
+            f"{folder / name} to get the new one"
         )
     os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", *(options or []), str(folder)])

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,16 +65,24 @@ Host = Annotated[
     str, typer.Option(help="Address to listen on; 127.0.0.1 admits only this machine.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-PAIRING = ("target", "drafter", "temperature", "top_k", "top_p", "min_p", "sampling", "dtype",
-           "device", "seed")  # fmt: skip
+PAIRING = ("target", "drafter", "gamma", "tree", "temperature", "top_k", "top_p", "min_p",
+           "sampling", "rule", "dtype", "device", "seed")  # fmt: skip
 
 
-def pairing_options(gamma: int | None, **options: Any) -> dict[str, Any]:
-    """Options for `specexp.load`: these, the usual gamma if it is None, defaults of the others."""
+def pairing_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for `specexp.load`: of what a command was given those of PAIRING, the usual gamma if
+    it is None, and the table's defaults of the others."""
     from specexp import api
 
-    every = {name: PARAMETERS[name].default for name in PAIRING} | options
-    return every | {"gamma": api.usual_gamma(api.DEFAULTS | every) if gamma is None else gamma}
+    options = {name: given.get(name, default(name)) for name in PAIRING}
+    if options["gamma"] is None:
+        options["gamma"] = api.usual_gamma(api.DEFAULTS | options)
+    return options
+
+
+def say(*parts: Any) -> None:
+    """Print parts below each other; lines that are too long for the terminal are not broken."""
+    console.print(*parts, sep="\n", soft_wrap=True)
 
 
 def numbers(name: str, listed: str) -> list[int]:

@@ -1,5 +1,6 @@
 """`specexp serve`: the same requests under several policies."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from specexp.errors import counted
 
 
 def serve(
+    ctx: typer.Context,
     load: Annotated[
         str,
         typer.Option(
@@ -59,18 +61,10 @@ def serve(
     from specexp.measure import under_load as serving
     from specexp.measure.hardware.machine import doubts
 
-    options = opt.pairing_options(
-        None, target=target, drafter=drafter, temperature=temperature, sampling=sampling,
-        dtype=dtype, device=device, seed=seed,
-    )  # fmt: skip
+    options = opt.pairing_options(ctx.params)
     usual = ["plain", f"always:{min(3, options['gamma'])}", "goodput"]
     names = list(dict.fromkeys(policy or usual))
-    experiment = options | {
-        "policies": names, "arrivals": load, "prompts": prompts, "chat": chat, "count": count,
-        "max_new_tokens": max_new_tokens, "rows": rows, "chunk": chunk, "queue": queue,
-        "ttft_ms": ttft_ms, "tpot_ms": tpot_ms,
-    }  # fmt: skip
-    parameters.insist(experiment)
+    parameters.insist(ctx.params | options | {"policies": names, "policy": None, "arrivals": load})
     picture = opt.picture_beside(out) if out else None
     pairing = api.load(**options)
     texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
@@ -80,13 +74,15 @@ def serve(
         opt.complain("warning", line)
     runs = serving.open_race(pairing, names, costs, offered, rows, chunk, queue)
     figures = serving.by_policy(runs, ttft_ms, tpot_ms)
+    notes = serving.notes(runs)
     if as_json:
-        print(figures.to_json(orient="records"))
+        policies = json.loads(figures.to_json(orient="records"))
+        print(opt.json_text({"policies": policies, "notes": notes}))
     else:
         requests = counted(len(offered.requests), "request")
         _show_served(figures, f"{requests}, {load}, {pairing.target.name}, {drafter}")
-        for note in serving.notes(runs):
-            opt.console.print(note, soft_wrap=True)
+        for note in notes:
+            opt.say(note)
     if out and picture:
         serving.steps(runs).to_csv(out, index=False)
         tables = {name: serving.timeline(run.steps) for name, run in runs.items()}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from specexp.commands.options import Command, Host, Port, check_writable, console, relative
+from specexp.commands.options import Command, Host, Port, check_writable, console, relative, say
 
 app = typer.Typer(
     help="Check results, and publish them to MLflow's own database or to any server.",
@@ -47,7 +47,7 @@ def report(
         reporting.chromium()
     path = reporting.write(everything, out, [Path(what).name.replace(".yml", ".yaml")])
     for written in [path, *([reporting.print_pdf(path)] if pdf else [])]:
-        console.print(str(relative(written)), soft_wrap=True)
+        say(str(relative(written)))
 
 
 @app.command("check", cls=Command)

