@@ -36,7 +36,7 @@ class EagleLayer(Drafter):
 
     def allocate(self, B: int, S: int) -> None:
         self.lm.allocate(B, S)
-        width = self.net.shape.width
+        width = self.net.config.hidden_size
         self.features = torch.zeros(B, S, width, dtype=self.lm.dtype, device=self.lm.device)
 
     @property
@@ -49,7 +49,7 @@ class EagleLayer(Drafter):
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         if hidden is None:  # all prompts have one token, which has no feature before it
-            B, width = len(seqs.tokens), len(self.taps) * self.net.shape.width
+            B, width = len(seqs.tokens), len(self.taps) * self.net.config.hidden_size
             hidden = torch.zeros(B, 1, width, dtype=self.lm.dtype, device=self.lm.device)
         hidden[:, 0].masked_fill_((seqs.length == 1)[:, None], 0)  # nor in a batch with longer ones
         self.features[seqs.rows, : hidden.shape[1]] = self.net.fuse(hidden)

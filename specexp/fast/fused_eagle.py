@@ -66,7 +66,9 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
         return None, "the head it borrows has a bias"
     tokens = fused.probe(eagle)
-    features = torch.linspace(-1, 1, tokens.shape[1] * eagle.shape.width, device=eagle.device)
+    features = torch.linspace(
+        -1, 1, tokens.shape[1] * eagle.config.hidden_size, device=eagle.device
+    )
     features = features.view(*tokens.shape, -1).to(eagle.dtype).sin()
     at, cache = fused.aimed(1, tokens)
     try:
@@ -84,7 +86,7 @@ def _one(eagle: Eagle, vocab: int) -> Fused:
 
 def _three(eagle: Eagle, vocab: int) -> Fused:
     layer, ids, head = eagle.midlayer, eagle.draft_ids, eagle.lm_head.weight
-    every = torch.equal(ids, torch.arange(eagle.shape.vocab, device=eagle.device))
+    every = torch.equal(ids, torch.arange(eagle.config.vocab_size, device=eagle.device))
     if every:
         head = head[:vocab]
     elif not (inside := ids < vocab).all():

@@ -6,7 +6,7 @@ norms and rotary positions are transformers' own. How they make drafts is in dra
 trained in zoo/heads.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,23 +74,17 @@ class EagleShape:
     """kind: `eagle` (EAGLE-1 and 2: reads the target's last state, uses its LM head) or `eagle3`
     (fuses the states `taps`, has an LM head of `draft_vocab` tokens).
 
+    `layer`: the config of its one layer (`layer_config`).
+
     `norms`: EAGLE-3's optional norms, by their names in the `speculators` format:
     `norm_before_residual` (the residual starts from the normed feature), `norm_before_fc` (the
     concatenated states are normed before they are fused), `fc_norm` (each state is normed by
     itself) and `norm_output` (the next place inherits the normed feature)."""
 
     kind: str
-    width: int
-    vocab: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    layer: Any
     draft_vocab: int
     taps: tuple[int, ...]
-    rope: tuple[tuple[str, Any], ...] = (("rope_type", "default"), ("rope_theta", 10000.0))
-    eps: float = 1e-6
-    context: int = 2048
     fc_bias: bool = False
     norms: tuple[str, ...] = ()
 
@@ -98,38 +92,37 @@ class EagleShape:
     def fused(self) -> bool:
         return self.kind == "eagle3"
 
-    def config(self) -> Any:
-        """The config of the one layer, for transformers."""
-        from transformers import LlamaConfig  # a second of imports, only where a head is built
 
-        config = LlamaConfig(
-            vocab_size=self.vocab, hidden_size=self.width, intermediate_size=self.hidden,
-            num_hidden_layers=1, num_attention_heads=self.heads, head_dim=self.head_dim,
-            num_key_value_heads=self.kv_heads, max_position_embeddings=self.context,
-            rms_norm_eps=self.eps, rope_parameters=dict(self.rope),
-        )  # fmt: skip
-        config._attn_implementation = "sdpa"
-        return config
+LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
+         "rope_parameters", "rope_scaling", "rope_theta")  # fmt: skip
+
+
+def layer_config(settings: Mapping[str, Any]) -> Any:
+    """The LlamaConfig of an EAGLE layer by those of these settings that are not None."""
+    from transformers import LlamaConfig  # a second of imports, only where a head is built
+
+    given = {name: settings[name] for name in LAYER if settings.get(name) is not None}
+    return LlamaConfig(**given, num_hidden_layers=1, attn_implementation="sdpa")
 
 
 class Layer(nn.Module):
     """A Llama layer; for EAGLE-3, its attention reads embedding and feature concatenated."""
 
-    def __init__(self, shape: EagleShape) -> None:
+    def __init__(self, config: Any, fused: bool) -> None:
         from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
         super().__init__()
-        config = shape.config()
+        E, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = LlamaAttention(config, 0)
         self.mlp = LlamaMLP(config)
-        self.post_attention_layernorm = LlamaRMSNorm(shape.width, shape.eps)
-        if shape.fused:
-            self.hidden_norm = LlamaRMSNorm(shape.width, shape.eps)
-            self.input_layernorm = LlamaRMSNorm(shape.width, shape.eps)
+        self.post_attention_layernorm = LlamaRMSNorm(E, eps)
+        if fused:
+            self.hidden_norm = LlamaRMSNorm(E, eps)
+            self.input_layernorm = LlamaRMSNorm(E, eps)
             for name in ("q_proj", "k_proj", "v_proj"):
                 narrow = getattr(self.self_attn, name)
-                wide = nn.Linear(2 * shape.width, narrow.out_features, bias=False)
-                setattr(self.self_attn, name, wide)
+                setattr(self.self_attn, name, nn.Linear(2 * E, narrow.out_features, bias=False))
 
     def forward(self, read: Tensor, residual: Tensor, **attention: Any) -> Tensor:
         residual = residual + self.self_attn(read, **attention)[0]
@@ -151,24 +144,24 @@ class Eagle(nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
         super().__init__()
-        self.shape, self.config = shape, shape.config()
+        self.shape, self.config = shape, shape.layer
         self.borrowed = (embed, lm_head)  # a tuple hides them: not to be trained, moved or saved
         self.rotary = LlamaRotaryEmbedding(self.config)
+        E, eps = self.config.hidden_size, self.config.rms_norm_eps
         if shape.fused:
-            wide = len(shape.taps) * shape.width
+            wide = len(shape.taps) * E
             if "norm_before_fc" in shape.norms:
-                self.input_norm = LlamaRMSNorm(wide, shape.eps)
+                self.input_norm = LlamaRMSNorm(wide, eps)
             if "fc_norm" in shape.norms:
-                each = (LlamaRMSNorm(shape.width, shape.eps) for _ in shape.taps)
-                self.fc_norm = nn.ModuleList(each)
-            self.fc = nn.Linear(wide, shape.width, bias=shape.fc_bias)
-            self.midlayer = Layer(shape)
-            self.norm = LlamaRMSNorm(shape.width, shape.eps)
-            self.lm_head = nn.Linear(shape.width, shape.draft_vocab, bias=False)
+                self.fc_norm = nn.ModuleList(LlamaRMSNorm(E, eps) for _ in shape.taps)
+            self.fc = nn.Linear(wide, E, bias=shape.fc_bias)
+            self.midlayer = Layer(self.config, True)
+            self.norm = LlamaRMSNorm(E, eps)
+            self.lm_head = nn.Linear(E, shape.draft_vocab, bias=False)
             self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
         else:
-            self.fc = nn.Linear(2 * shape.width, shape.width, bias=shape.fc_bias)
-            self.layers = nn.ModuleList([Layer(shape)])
+            self.fc = nn.Linear(2 * E, E, bias=shape.fc_bias)
+            self.layers = nn.ModuleList([Layer(self.config, False)])
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +178,7 @@ class Eagle(nn.Module):
         if "norm_before_fc" in self.shape.norms:
             features = self.input_norm(features)
         if "fc_norm" in self.shape.norms:
-            states = features.split(self.shape.width, -1)
+            states = features.split(self.config.hidden_size, -1)
             pairs = zip(self.fc_norm, states, strict=True)
             features = torch.cat([norm(state) for norm, state in pairs], -1)
         rows = features.reshape(-1, features.shape[-1])
@@ -228,7 +221,7 @@ class Eagle(nn.Module):
         )  # fmt: skip
         logits = self.draft_logits(features[:, -logits_to_keep:])
         if self.shape.fused:
-            everywhere = logits.new_full((*logits.shape[:-1], self.shape.vocab), -torch.inf)
+            everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
             logits = everywhere.index_copy(-1, self.draft_ids, logits)
         return SimpleNamespace(logits=logits, hidden_states=(features,))
 
@@ -302,23 +295,12 @@ def medusa_size(head: head_files.Head) -> tuple[int, int]:
 
 
 def _shape(head: head_files.Head, config: Any) -> EagleShape:
-    c = head.config
-    L, heads = config.num_hidden_layers, c["num_attention_heads"]
-    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
-    rope.setdefault("rope_theta", c.get("rope_theta", 10000.0))
-    fused = head.kind == "eagle3"
-    return EagleShape(
-        kind=head.kind, width=c["hidden_size"], vocab=c["vocab_size"],
-        hidden=c["intermediate_size"], heads=heads,
-        kv_heads=c.get("num_key_value_heads") or heads,
-        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-        draft_vocab=(c.get("draft_vocab_size") or c["vocab_size"]) if fused else c["vocab_size"],
-        taps=(head.taps or default_taps(L)) if fused else (L,),
-        rope=tuple(rope.items()), eps=c.get("rms_norm_eps", 1e-6),
-        context=c.get("max_position_embeddings", 2048), fc_bias="fc.bias" in head.shapes,
-        norms=head.norms,
-    )  # fmt: skip
+    L, vocab = config.num_hidden_layers, head.config["vocab_size"]
+    taps: tuple[int, ...] = (L,)
+    if head.kind == "eagle3":
+        vocab, taps = head.config.get("draft_vocab_size") or vocab, head.taps or default_taps(L)
+    layer, fc_bias = layer_config(head.config), "fc.bias" in head.shapes
+    return EagleShape(head.kind, layer, vocab, taps, fc_bias, head.norms)
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -342,7 +324,7 @@ def load(head: head_files.Head, target: Any) -> Medusa | Eagle:
     net.load_state_dict({n: t for n, t in net.state_dict().items() if n == "d2t"} | tensors)
     if isinstance(net, Eagle) and net.shape.fused:
         ids = net.draft_ids
-        if ids.min() < 0 or ids.max() >= net.shape.vocab or len(ids.unique()) < len(ids):
+        if ids.min() < 0 or ids.max() >= net.config.vocab_size or len(ids.unique()) < len(ids):
             raise UserError(f"{head.source}: d2t names tokens outside the vocabulary, or one twice")
     for name, tensor in net.state_dict().items():
         if not torch.isfinite(tensor.float()).all():
@@ -367,7 +349,7 @@ def save(folder: Path, net: Medusa | Eagle, target: str, architectures: Sequence
                   "hidden_size": width, "vocab_size": vocab}  # fmt: skip
         return head_files.write(folder, "medusa", config, tensors, target)
     shape = net.shape
-    config = shape.config().to_diff_dict() | {"vocab_size": shape.vocab}
+    config = net.config.to_diff_dict() | {"vocab_size": net.config.vocab_size}
     if shape.fused:
         config |= {"draft_vocab_size": shape.draft_vocab, "taps": shape.taps, "norms": shape.norms}
     return head_files.write(folder, shape.kind, config, tensors, target, architectures)

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specexp.errors import UserError
-from specexp.models.heads import Eagle, EagleShape, Medusa, default_taps, save
+from specexp.models.heads import LAYER, Eagle, EagleShape, Medusa, default_taps, layer_config, save
 from specexp.models.int8 import split
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import files, shelf
@@ -62,21 +62,13 @@ def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor) -> Medusa 
 
 def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
     """The shape of an EAGLE layer with the same attention as the target's layers."""
-    L = config.num_hidden_layers
-    fused = recipe.kind == "eagle3"
-    taps = default_taps(L) if fused else (L,)
-    heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    theta = rope.get("rope_theta", 10000.0)
-    return EagleShape(
-        kind=recipe.kind, width=config.hidden_size, vocab=config.vocab_size, hidden=recipe.hidden,
-        heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        draft_vocab=min(recipe.draft_vocab, config.vocab_size) if fused else config.vocab_size,
-        taps=taps, rope=(("rope_type", "default"), ("rope_theta", theta)),
-        eps=getattr(config, "rms_norm_eps", 1e-6),
-        context=getattr(config, "max_position_embeddings", 2048),
-    )  # fmt: skip
+    L, vocab = config.num_hidden_layers, config.vocab_size
+    settings = {name: getattr(config, name, None) for name in LAYER if "rope" not in name}
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    layer = layer_config(settings | {"intermediate_size": recipe.hidden, "rope_theta": theta})
+    if recipe.kind == "eagle3":
+        return EagleShape("eagle3", layer, min(recipe.draft_vocab, vocab), default_taps(L))
+    return EagleShape(recipe.kind, layer, vocab, (L,))
 
 
 def loss_of(laws: Laws, device: str) -> Loss:

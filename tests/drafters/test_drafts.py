@@ -17,7 +17,7 @@ from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.planted import Planted
 from specexp.engine import Engine
-from specexp.models.heads import Eagle
+from specexp.models.heads import Eagle, layer_config
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -128,7 +128,8 @@ def test_crossed_never_drafts_a_token_the_draft_lacks():
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_eagle_drafts_past_the_context_of_its_config(kind, dtype):
     whole = heads(kind, dtype)
-    short = Eagle(dataclasses.replace(whole.shape, context=8), *whole.borrowed)
+    layer = layer_config(whole.config.to_dict() | {"max_position_embeddings": 8})
+    short = Eagle(dataclasses.replace(whole.shape, layer=layer), *whole.borrowed)
     short.load_state_dict(whole.state_dict())
     texts = []
     for net in (whole, short.to(dtype)):

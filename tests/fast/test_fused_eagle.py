@@ -90,7 +90,9 @@ def tells_apart(eagle: Eagle) -> bool:
     features = torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32)
     seqs = Sequences.of([[1], [1]], 1, slack=2)
     seen = lm.feed(seqs, tokens, at, at, None, (0,), features=features)
-    known = torch.zeros(eagle.shape.vocab, dtype=torch.bool).index_fill(0, eagle.draft_ids, True)
+    known = torch.zeros(eagle.config.vocab_size, dtype=torch.bool).index_fill(
+        0, eagle.draft_ids, True
+    )
     part = tokens >= 0
     told = seen.logits[part]
     nothing = seen.logits[~part].any() or seen.hidden[~part].any()

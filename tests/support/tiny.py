@@ -36,7 +36,7 @@ from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.models import generation
-from specexp.models.heads import Eagle, EagleShape, Medusa
+from specexp.models.heads import Eagle, EagleShape, Medusa, layer_config
 from specexp.models.lm import LM
 from specexp.models.load import of_module
 from specexp.policy import Fixed
@@ -183,8 +183,12 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
         for last in made.readouts:
             last.data.copy_(target.lm_head.weight)
     else:
-        shape = EagleShape(kind, 32, V, 64, 4, 2, 8, V - 8 if kind == "eagle3" else V,
-                           (1, 2, 2) if kind == "eagle3" else (2,))  # fmt: skip
+        layer = layer_config({
+            "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        })  # fmt: skip
+        draft = (V - 8, (1, 2, 2)) if kind == "eagle3" else (V, (2,))
+        shape = EagleShape(kind, layer, *draft)
         made = Eagle(shape, target.get_input_embeddings(), target.get_output_embeddings())
         if kind == "eagle3":
             made.d2t.fill_(3)
