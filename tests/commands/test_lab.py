@@ -92,7 +92,9 @@ def test_points_of_a_copied_grid_are_those_of_the_shipped_one(tmp_path):
     assert {p.notebook.parent for p in copied} == {tmp_path.resolve()}
 
 
-def test_the_command_opens_the_copies_with_its_options(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("user", "needed"), [(0, ["--allow-root"]), (1000, [])])
+def test_the_command_opens_the_copies_with_its_options(user, needed, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: user)
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     started = []
     monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
@@ -106,6 +108,7 @@ def test_the_command_opens_the_copies_with_its_options(tmp_path, monkeypatch):
         sys.executable,
         "-m",
         "jupyterlab",
+        *needed,
         "--no-browser",
         str(tmp_path / "notebooks"),
     ]
