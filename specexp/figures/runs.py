@@ -9,7 +9,6 @@ from specexp.errors import counted
 from specexp.figures.pairings import heat
 from specexp.figures.style import (
     PLAIN,
-    SYMBOLS,
     batch_axis,
     canvas,
     ends,
@@ -59,27 +58,22 @@ def by_category(runs: pd.DataFrame) -> Figure:
 
 
 def rate_and_speedup(runs: pd.DataFrame) -> Figure:
-    """Speedup over acceptance rate with their intervals, one point a run from `tracking.runs`;
-    colours are drafters, symbols experiments."""
+    """Speedup over acceptance rate with their intervals, one point a run from `tracking.runs`."""
     needed = ["metrics.acceptance/rate", "metrics.speedup/measured"]
     have = runs.dropna(subset=needed) if set(needed) <= set(runs) else runs.head(0)
     if have.empty:
         return nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
     have = have.rename(columns={"params.drafter": "drafter"})
-    looks, experiments = marks(have["drafter"].unique()), list(have["experiment"].unique())
+    looks = marks(have["drafter"].unique())
     rates, speeds = (_within(have, *n) for n in zip(needed, ("rate_ci", "ci"), strict=True))
     with canvas(9.5, 5.2) as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
-        for at, (drafter, experiment) in enumerate(have[["drafter", "experiment"]].to_numpy()):
-            across, up = rates.iloc[[at]], speeds.iloc[[at]]
+        for drafter, look in looks.items():
+            own = have["drafter"] == drafter
+            across, up = rates[own], speeds[own]
             axes.errorbar(across["value"], up["value"], ends(up, "value"), ends(across, "value"),
-                          elinewidth=1, capsize=2, markersize=8, color=looks[drafter]["color"],
-                          marker=SYMBOLS[experiments.index(experiment) % len(SYMBOLS)]
+                          ls="", elinewidth=1, capsize=2, markersize=8, label=drafter, **look
             )  # fmt: skip
-        for name, look in looks.items():
-            axes.plot([], [], ls="", color=look["color"], marker="o", label=name)
-        for symbol, name in zip(SYMBOLS, experiments, strict=False):
-            axes.plot([], [], ls="", color=PLAIN, marker=symbol, label=name)
         axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
         per_cent(axes, "x")
         key(figure, axes)
