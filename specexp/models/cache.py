@@ -33,8 +33,6 @@ class Slots(CacheLayerMixin):
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
         self.cache: Any = proxy(cache)  # a reference cycle would delay freeing the buffers
-        self.shown: tuple[slice, int] | None = None  # the rows and slots that `window` shows
-        self.window: tuple[Tensor, Tensor]
         self.index: Tensor | None = None  # [B, 1, S, d], the keys of an indexer, if it has one
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -49,11 +47,8 @@ class Slots(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        shown = rows, seen = self.cache.rows, self.cache.seen
-        if self.shown != shown:
-            self.shown = shown
-            self.window = self.keys[rows, :, :seen], self.values[rows, :, :seen]
-        keys, values = self.window
+        rows, seen = self.cache.rows, self.cache.seen
+        keys, values = self.keys[rows, :, :seen], self.values[rows, :, :seen]
         keys.scatter_(2, self.cache.slots.expand_as(key_states), key_states)
         values.scatter_(2, self.cache.slots.expand_as(value_states), value_states)
         return keys, values

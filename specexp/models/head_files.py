@@ -1,15 +1,14 @@
 """The layouts in which heads are published: Medusa, EAGLE-1/2, EAGLE-3 and `speculators`.
 
-Reading turns a folder or hub id into one description (`Head`) with the tensor names of the
-published EAGLE-3 and Medusa files. Writing does the reverse, for EAGLE-3 in the layout of the
-`speculators` package, which vLLM serves. Weights are safetensors, or pickles that hold only tensors
-(`weights_only`). This file knows files and names; heads.py knows what the tensors do.
+A folder or hub id becomes one description (`Head`) with the tensor names of the published EAGLE-3
+and Medusa files. Weights are safetensors, or pickles that hold only tensors (`weights_only`). This
+file knows files and names; heads.py knows what the tensors do, and writes them.
 """
 
 import json
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specexp.errors import UserError, refusing
@@ -28,7 +26,7 @@ _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:w
 _NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight)$")  # derived from d2t, or the target's
 _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_TAPS = "eagle_aux_hidden_state_layer_ids"
+TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,10 @@ class Head:
         assumption costs only acceptance. So does state L, which vLLM takes before the target's last
         norm and transformers after it. States are fused in the order of the layers, not of the
         list."""
-        own, nested = self.config.get(_TAPS), self._nested.get(_TAPS)
+        own, nested = self.config.get(TAPS), self._nested.get(TAPS)
         listed = own or nested or []
         if not isinstance(listed, list) or not all(type(t) is int for t in listed):
-            raise UserError(f"{self.source}: config.json has {listed} for {_TAPS}; give numbers")
+            raise UserError(f"{self.source}: config.json has {listed} for {TAPS}; give numbers")
         layers = not own and min(listed, default=0) == 1
         return tuple(sorted(t + layers for t in listed))
 
@@ -174,47 +172,3 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         raise UserError(f"{file.name} is not a dictionary of tensors")
     return content
-
-
-def write(
-    folder: Path, kind: str, config: dict[str, Any], tensors: Mapping[str, Tensor], target: str,
-    architectures: Sequence[str] = (),
-) -> None:  # fmt: skip
-    """Write heads in their published layout; EAGLE-3 in that of `speculators`, for vLLM.
-
-    config: sizes as they are published; for EAGLE the layer's, as transformers writes it, for
-    EAGLE-3 with `draft_vocab_size`, `taps` and `norms`. `target`, and the `architectures` of its
-    config if known, are recorded as the verifier."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    published: dict[str, Any]
-    if kind == "medusa":
-        published = {"model_type": "medusa"} | config | {"base_model_name_or_path": target}
-    elif kind == "eagle":
-        published = config | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors}
-    else:
-        layer = {k: v for k, v in config.items() if k not in ("draft_vocab_size", "taps", "norms")}
-        tensors = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
-        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"].cpu()
-        t2d = torch.zeros(config["vocab_size"], dtype=torch.bool)
-        tensors["t2d"] = t2d.index_fill(0, ids, True)
-        proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0}  # fmt: skip
-        published = {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.9.0",
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"name_or_path": target, "architectures": list(architectures)},
-            },
-            "transformer_layer_config": layer,
-            "draft_vocab_size": config["draft_vocab_size"],
-            _TAPS: list(config["taps"]),
-            **{name: name in config["norms"] for name in NORMS},
-        }
-    name = "medusa_lm_head.safetensors" if kind == "medusa" else "model.safetensors"
-    save_file(tensors, folder / name, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(published, indent=2, default=str) + "\n")

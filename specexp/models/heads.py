@@ -6,6 +6,7 @@ norms and rotary positions are transformers' own. How they make drafts is in dra
 trained in zoo/heads.py.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specexp.errors import UserError, refusing
@@ -340,16 +342,51 @@ def load(head: head_files.Head, target: Any) -> Medusa | Eagle:
 
 
 def save(folder: Path, net: Medusa | Eagle, target: str, architectures: Sequence[str] = ()) -> None:
-    """Write heads in the layout in which their kind is published (head_files.py). `architectures`:
-    from the target's config."""
-    tensors = {name: tensor.cpu() for name, tensor in net.state_dict().items()}
+    """Write heads in the layout in which their kind is published; EAGLE-3 in that of the
+    `speculators` package, which vLLM serves. `target`, and the `architectures` of its config if
+    known, are recorded as the verifier."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in net.state_dict().items()}
+    file = "model.safetensors"
     if isinstance(net, Medusa):
         vocab, width = net.readouts[0].shape
-        config = {"medusa_num_heads": len(net), "medusa_num_layers": net.blocks,
-                  "hidden_size": width, "vocab_size": vocab}  # fmt: skip
-        return head_files.write(folder, "medusa", config, tensors, target)
-    shape = net.shape
-    config = net.config.to_diff_dict() | {"vocab_size": net.config.vocab_size}
-    if shape.fused:
-        config |= {"draft_vocab_size": shape.draft_vocab, "taps": shape.taps, "norms": shape.norms}
-    return head_files.write(folder, shape.kind, config, tensors, target, architectures)
+        file = "medusa_lm_head.safetensors"
+        config = {
+            "model_type": "medusa", "medusa_num_heads": len(net), "medusa_num_layers": net.blocks,
+            "hidden_size": width, "vocab_size": vocab, "base_model_name_or_path": target,
+        }  # fmt: skip
+    elif net.shape.fused:
+        config = _speculators_config(net, target, architectures)
+        t2d = torch.zeros(net.config.vocab_size, dtype=torch.bool)
+        tensors["t2d"] = t2d.index_fill(0, net.draft_ids.cpu(), True)
+        tensors = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
+    else:
+        config = _layer_settings(net)
+        config |= {"architectures": ["LlamaForCausalLM"], "bias": net.shape.fc_bias}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+
+
+def _layer_settings(net: Eagle) -> dict[str, Any]:
+    settings: dict[str, Any] = net.config.to_diff_dict()
+    return settings | {"vocab_size": net.config.vocab_size}
+
+
+def _speculators_config(net: Eagle, target: str, architectures: Sequence[str]) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
+                "accept_tolerance": 0.0}  # fmt: skip
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": list(architectures)},
+        },
+        "transformer_layer_config": _layer_settings(net),
+        "draft_vocab_size": net.shape.draft_vocab,
+        head_files.TAPS: list(net.shape.taps),
+        **{name: name in net.shape.norms for name in head_files.NORMS},
+    }

@@ -39,7 +39,8 @@ from specexp.tree import Branches, Tree
 
 @dataclass
 class Forward:
-    """logits [B, N, V]; hidden [B, N, taps*E], the requested hidden states, or None."""
+    """logits [B, N, V], if any were asked for; hidden [B, N, taps*E], the states asked for, or
+    None."""
 
     logits: Tensor
     hidden: Tensor | None = None
@@ -256,18 +257,23 @@ class LM:
         taps: tuple[int, ...] = (),
         last: int | None = None,
         first: bool = False,
+        start: int | None = None,
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
-        [B, n], reading the visible slots; None: each token's own and all before it.
-        `taps`: hidden states to return, 0 = embeddings; `last`: return logits of that many last
-        places, by default of all; `first`: whether all before these slots is of the text, as in a
-        round's first pass; `inputs`: further inputs of the network."""
-        logits, hidden = self._run(
-            seqs, tokens, slots, positions, visible, taps, last, first, None, **inputs
-        )
-        assert logits is not None
-        logits = logits if logits.shape[-1] == self.vocab else logits[..., : self.vocab]
+        [B, n]; `visible`, `taps`, `last` and `inputs` as in `Network`. `first` and `start`: what
+        layers with states are told (`States.aim`)."""
+        assert self.cache is not None, "allocate before the first pass"
+        S = seqs.tokens.shape[1]
+        self.cache.aim(seqs.rows, slots, S)
+        if self.cache.states:
+            self.cache.states.aim(seqs.rows, slots, tokens, visible, first, start)
+        if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
+            positions = positions.clamp(max=self.context - 1)
+        logits, hidden = self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
+        if logits is None:
+            return Forward(tokens.new_empty(0), hidden)
+        logits = logits[..., : self.vocab]
         spoil(self.fault[seqs.rows], logits)
         return Forward(logits, hidden)
 
@@ -280,14 +286,13 @@ class LM:
 
         Shorter rows write padding past their length, which is never read and later overwritten.
         """
-        B, S = seqs.tokens.shape
+        B = len(seqs.tokens)
         if self.net.parts:
             return self._read([start] * B, seqs, stop, taps)
-        slot = torch.arange(S, device=self.device)
         hidden = []
         for first in range(start, stop, PREFILL):
-            at = slot[first : min(first + PREFILL, stop)].expand(B, -1)
-            states = self._fill(seqs, at, taps)
+            at = torch.arange(first, min(first + PREFILL, stop), device=self.device)
+            states = self._fill(seqs, at.expand(B, -1), taps)
             hidden += [] if states is None else [states]
         return torch.cat(hidden, 1) if hidden else None
 
@@ -296,8 +301,8 @@ class LM:
         """Feed the `count` tokens before each row's root again, in rows that may draft; those that
         the states of a row lack, where there are states."""
         if self.net.parts:
-            covered = self._states.covered[seqs.rows]
-            self._read(covered.tolist(), seqs, seqs.tokens.shape[1])
+            covered = self._states.covered[seqs.rows].tolist()
+            self._read(covered, seqs, seqs.tokens.shape[1])
             return
         for first in range(-count, 0, PREFILL):
             back = torch.arange(first, min(first + PREFILL, 0), device=self.device)
@@ -373,10 +378,9 @@ class LM:
             for first, last, at_once in spans(start, end, states, self.net.parts):
                 slots = torch.arange(first, last, device=self.device)[None]
                 begin = first if at_once else None
-                _, outputs = self._run(
-                    one, one.read(slots), slots, slots, None, taps, 0, True, begin
-                )
-                tapped += [] if outputs is None else [outputs]
+                tokens = one.read(slots)
+                seen = self.feed(one, tokens, slots, slots, None, taps, 0, True, begin)
+                tapped += [] if seen.hidden is None else [seen.hidden]
             if start < end:
                 states.covered[one.rows] = end
             if taps:
@@ -389,22 +393,7 @@ class LM:
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass without logits over the tokens at slots [B, n]; returns the tapped states."""
         tokens = seqs.drafting(seqs.read(slots), 0)
-        return self._run(seqs, tokens, slots, slots, None, taps, 0, True)[1]
-
-    def _run(
-        self, seqs: Sequences, tokens: Tensor, slots: Tensor, positions: Tensor,
-        visible: Branches | None, taps: tuple[int, ...], last: int | None, first: bool,
-        start: int | None = None,
-        **inputs: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        assert self.cache is not None, "allocate before the first pass"
-        S = seqs.tokens.shape[1]
-        self.cache.aim(seqs.rows, slots, S)
-        if self.cache.states:
-            self.cache.states.aim(seqs.rows, slots, tokens, visible, first, start)
-        if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
-            positions = positions.clamp(max=self.context - 1)
-        return self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
+        return self.feed(seqs, tokens, slots, slots, None, taps, 0, True).hidden
 
 
 def note_emptied(fault: Tensor, logits: Tensor, verdict: Verdict, emitted: Tensor) -> None:

@@ -153,10 +153,11 @@ def probe(lm: LM) -> None:
     with _refusing(lm.name, lm.config, lm.dtype):
         difference = _difference(lm, _probe_length(lm))
     if difference > (0.1 if lm.dtype == torch.bfloat16 else 0.01):  # far beyond rounding
-        raise UserError(
-            f"{_refusal(lm.name, lm.config)}its logits over a tree differ by {difference:.1e} of "
-            "their size from those of each path alone"
-        )
+        raise _unservable(
+            lm.name, lm.config,
+            f"its logits over a tree differ by {difference:.1e} of their size from those of each "
+            "path alone",
+        )  # fmt: skip
     _PROBED.add(lm.module)
 
 
@@ -168,12 +169,11 @@ def _refusing(name: str, config: Any, dtype: torch.dtype) -> Iterator[None]:
     except Exception as e:
         if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
             raise
-        why = f"in {dtype} it fails over a tree: {first_line(e)}"
-        raise UserError(f"{_refusal(name, config)}{why}") from e
+        raise _unservable(name, config, f"in {dtype} it fails over a tree: {first_line(e)}") from e
 
 
-def _refusal(name: str, config: Any) -> str:
-    return f"{name} ({config.model_type}) cannot be served; choose another model: "
+def _unservable(name: str, config: Any, why: str) -> UserError:
+    return UserError(f"{name} ({config.model_type}) cannot be served; choose another model: {why}")
 
 
 def _probe_length(lm: LM) -> int:
@@ -422,10 +422,8 @@ def _without_weights(config: Any, dtype: torch.dtype) -> Any:
     """The model on `meta`. Its experts run as those do whose shapes depend on no routing."""
     config = copy.deepcopy(config)
     config._experts_implementation = "batched_mm"
-    what = (
-        f"config.json of {config.name_or_path or 'the model'} describes no model that can be built"
-    )
-    with torch.device("meta"), refusing(what):  # wrong values may raise anything
+    what = f"config.json of {config.name_or_path or 'the model'} describes no model"
+    with torch.device("meta"), refusing(f"{what} that can be built"):  # it may raise anything
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

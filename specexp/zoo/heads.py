@@ -183,11 +183,12 @@ def train_heads(
     laws = laws_of(head, net, recipe.unroll)
     rows = {name: _rows(part, device) for name, part in held_out.items()}
 
-    def look(before: int, step: int, loss: float) -> None:
-        rates = [accuracy(laws, part, device) for part in rows.values()]
-        mean = torch.tensor(rates).mean(0).tolist()
+    def look(before: int, step: int, loss: float) -> dict[str, list[float]]:
+        rates = {name: accuracy(laws, part, device) for name, part in rows.items()}
+        mean = torch.tensor([*rates.values()]).mean(0).tolist()
         by_position = {f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)}
         watch(before + step, {"training/loss": loss} | by_position)
+        return rates
 
     losses: list[float] = []
     aim = recipe.unroll, fingerprint(net)
@@ -196,10 +197,10 @@ def train_heads(
         loss, look_on = loss_of(laws, device), partial(look, len(losses))
         losses += fit(name, course, Rows(train, course.repeats), work, head, loss, device,
                       not quick and can_compile(device), watch=look_on, aim=aim)  # fmt: skip
-    look(len(losses), 0, float(np.mean(losses[-20:])))
+    rates = look(len(losses), 0, float(np.mean(losses[-20:])))
     figures = {
-        part: {f"at_{i}": round(a, 4) for i, a in enumerate(accuracy(laws, held_rows, device), 1)}
-        for part, held_rows in rows.items()
+        name: {f"at_{i}": round(rate, 4) for i, rate in enumerate(each, 1)}
+        for name, each in rates.items()
     }
     folder = (out or work / ("quick" if quick else "models")) / name
     of = last if Path(target).is_dir() else str(target)

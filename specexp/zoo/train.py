@@ -71,7 +71,7 @@ def continued(
 def fit(
     name: str, course: Course, rows: Rows, work: Path, model: nn.Module, loss_of: Loss,
     device: str = "cpu", compiled: bool = True, checkpoint_every: int = CHECKPOINT_EVERY,
-    watch: Callable[[int, float], None] = lambda step, loss: None, aim: object = None,
+    watch: Callable[[int, float], object] = lambda step, loss: None, aim: object = None,
 ) -> list[float]:  # fmt: skip
     """Train a model in place for one course; returns the loss at every step.
 

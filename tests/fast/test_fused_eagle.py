@@ -138,9 +138,9 @@ def test_eagle_pass_without_logits_makes_the_same_features():
     asked = seqs, at + 3, at, at, None, (0,)
     features = torch.linspace(-1, 1, 32)[None, None]
     wanted = lm.feed(*asked, features=features).hidden
-    logits, states = lm._run(*asked, 0, False, features=features)
-    assert logits is None
-    assert torch.equal(states, wanted)
+    seen = lm.feed(*asked, last=0, features=features)
+    assert not seen.logits.numel()
+    assert torch.equal(seen.hidden, wanted)
 
 
 def test_fusing_keeps_the_eagle_layer_and_its_files(tmp_path):
