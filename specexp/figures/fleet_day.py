@@ -8,13 +8,12 @@ from specexp.errors import counted
 from specexp.figures.break_even import doubt
 from specexp.figures.style import INK, batch_axis, canvas, key, panels, title
 from specexp.figures.under_load import LOAD_AWARE, lines
-from specexp.measure.under_load import fleet_day
-from specexp.measure.under_load.fleet_day import HOURS, Setting
+from specexp.measure.under_load.fleet import HOURS, Setting, saved
 
 
 def paces(setting: Setting, table: pd.DataFrame) -> Figure:
     """Left: tokens/s of one replica over its number of streams. Right: time per token of a stream,
-    with the limit. From `fleets.pace_table`."""
+    with the limit. From `fleet.pace_table`."""
     names = list(setting.paces)
     looks, most = lines(names), int(table["streams"].max())
     with panels(2, 5.25, 4.6) as (figure, (left, right)):
@@ -22,7 +21,7 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
             part, look = table[table["policy"] == name], looks[name] | {"markevery": 0.2}
             left.plot(part["streams"], part["tok_s"], **look)
             right.plot(part["streams"], part["token_ms"], label=name, **look)
-        limit = 1e3 * setting.limits.tpot_s
+        limit = 1e3 * setting.tpot_s
         right.axhline(limit, color="k", lw=1, ls=":", label=f"limit {limit:.3g} ms")
         for axes in (left, right):
             batch_axis(axes, [2**i for i in range(most.bit_length())])
@@ -51,7 +50,7 @@ def _paying(table: pd.DataFrame) -> str:
 
 
 def over_the_day(hours: pd.DataFrame) -> Figure:
-    """Replicas needed in each hour, one line per policy; from `fleets.hourly`."""
+    """Replicas needed in each hour, one line per policy; from `fleet.hourly`."""
     names = list(dict.fromkeys(hours["policy"]))
     looks = lines(names)
     with canvas(10, 4.8) as (figure, axes):
@@ -61,9 +60,7 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
                 axes.plot([], [], **looks[name], label=f"{name}: misses the limits")
                 continue
             total = part["replicas"].sum()
-            change = (
-                f" ({round(-fleet_day.saved(hours, name), 2) + 0:+.0%})" if name != "plain" else ""
-            )
+            change = f" ({round(-saved(hours, name), 2) + 0:+.0%})" if name != "plain" else ""
             axes.stairs(
                 part["replicas"], range(HOURS + 1), baseline=None,
                 lw=5 if name == "plain" else 2,
@@ -87,7 +84,7 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
 def _saving(hours: pd.DataFrame) -> str:
     names = [n for n in dict.fromkeys(hours["policy"]) if n != "plain"]
     name = next((n for n in names if n.startswith(LOAD_AWARE)), names[-1] if names else "plain")
-    share = fleet_day.saved(hours, name)
+    share = saved(hours, name)
     if share != share:
         return f"{name} misses the limits with any number of replicas"
     if share < 0:
@@ -95,8 +92,9 @@ def _saving(hours: pd.DataFrame) -> str:
     return f"{name} saves {share:.0%} of plain decoding's replica-hours"
 
 
-def day_title(days: pd.DataFrame, replicas: int) -> str:
-    """The title of `under_load.latencies` for a simulated day."""
-    good = days.set_index("policy")["goodput/share"]
+def peak_title(at_peak: pd.DataFrame, replicas: int) -> str:
+    """The title of `under_load.latencies` for `fleet.busiest`."""
+    good = at_peak.set_index("policy")["goodput/share"]
     shares = ", ".join(f"{name} {share:.1%}" for name, share in good.items())
-    return f"SIMULATED day on {counted(replicas, 'replica')}; requests within the limits: {shares}"
+    fleet = counted(replicas, "replica")
+    return f"SIMULATED busiest hour on {fleet}; requests within the limits: {shares}"

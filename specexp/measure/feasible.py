@@ -100,10 +100,10 @@ def problems_of(
 def facts_of_policy(policy: str, deepest: int, fluid: bool) -> Answer:
     """None: it may run. Raises UserError for one that may not, for drafts of this depth or, if
     `fluid`, in a simulation of fleets."""
-    from specexp.serving import fleet, policies
+    from specexp.serving import policies
 
-    if fluid:
-        fleet.check_policy(policy)
+    if fluid and policy == "bandit":
+        raise UserError("bandit learns by trying, which a fluid model cannot: use goodput")
     if policy in PRICED:
         return None, []
     return None, [] if objects.is_shipped(policies.of(policy, None, deepest)) else [OWN]

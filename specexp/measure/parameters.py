@@ -162,13 +162,13 @@ PARAMETERS: dict[str, Parameter] = {
     "ttft_ms": alone("float", "limit of the time to first token", _positive, 1000.0),
     "tpot_ms": alone("float", "limit of the time per token after the first", _positive, 50.0),
     # a day of many requests, simulated
-    "requests_per_day": Parameter("int", "requests of a day, all of them SIMULATED", _least(1)),
+    "requests_per_day": Parameter("int", "requests of a day; SIMULATED by samples", _least(1)),
     "swing": alone("float", "swing of the rate around its mean over the day, as a share", _swing),
     "prompt_tokens": alone("int", "tokens of the median prompt; lengths are lognormal", _least(1)),
     "output_tokens": alone("int", "tokens of the median output", _least(1)),
     "tpot_steps": alone("float", "limit of the p95 of TPOT, in plain steps of a single stream",
                         _positive),
-    "sample": alone("int", "requests simulated for each hour", _least(1)),
+    "sample": alone("int", "requests simulated for each hour, of one replica", _least(1)),
     # finished runs
     "grid": alone("str", "only runs of this grid; empty: all runs"),
     "newest": alone("int", "show at most so many runs, newest first", _least(1)),
