@@ -5,31 +5,23 @@ turn, meet the same drift, so their ratios are reproducible where their seconds 
 every interval is the turn.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from itertools import starmap
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from specexp import theory
 from specexp.measure import statistics
 from specexp.measure.statistics import Interval
 
-log = logging.getLogger("specexp")
 Arm = TypeVar("Arm")
 Item = TypeVar("Item")
-How = ParamSpec("How")
-Measure: TypeAlias = Callable[How, pd.DataFrame]
 FEW = 8  # arms whose medians fit beside a progress bar
 BAR = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"  # leaves room for medians
-ALIKE = 0.02  # how far the passes of repeats may differ, from near ties alone
 
 
 class Turn(NamedTuple):
@@ -113,50 +105,3 @@ def ratio(above: Sequence[Turn], below: Sequence[Turn], factor: float = 1.0) -> 
     return statistics.interval(
         lambda a, b: factor * np.median(a, -1) / np.median(b, -1), seconds(above), seconds(below)
     )
-
-
-def credibly(by: str) -> Callable[[Measure[How]], Measure[How]]:
-    """Makes what times arms (values of the column `by`) time them all once more if the speedup of
-    any is not credible. The second timing counts then, whatever it says (column timing: 2), unless
-    a drafter remembers the first: its passes differ.
-
-    Of such a drafter's repeats only the first one counts, with a warning."""
-
-    def decorate(measure: Measure[How]) -> Measure[How]:
-        @wraps(measure)
-        def measured(*given: How.args, **options: How.kwargs) -> pd.DataFrame:
-            samples = measure(*given, **options).assign(timing=1)
-            if _credible(samples, by):
-                return _without_memory(samples, by)
-            log.warning("a speedup exceeds what its tokens explain: all is timed once more")
-            again = measure(*given, **options).assign(timing=2)
-            later = again.assign(repeat=again["repeat"] + 1 + samples["repeat"].max())
-            both = pd.concat([samples, later], ignore_index=True)
-            kept = _without_memory(both, by)
-            return again if len(kept) == len(both) else kept[kept["timing"] == 1]
-
-        return measured
-
-    return decorate
-
-
-def _credible(samples: pd.DataFrame, by: str) -> bool:
-    sums = samples.groupby(by)[["s", "tokens", "plain_s", "plain_tokens", "accepted", "passes"]]
-    return all(
-        theory.credible((plain_s / plain_tokens) / (s / tokens), 1 + accepted / passes)
-        for s, tokens, plain_s, plain_tokens, accepted, passes in sums.sum().to_numpy()
-    )
-
-
-def _without_memory(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The samples; of those (`by` a column) whose passes differ between repeats, though prompts and
-    noise are the same, only the first repeat, with a warning: their drafter remembers."""
-    counts = samples.pivot_table(["accepted", "passes"], by, "repeat", "sum")
-    lengths = 1 + counts["accepted"] / counts["passes"]
-    learns = lengths.index[lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)]
-    for name in learns:
-        log.warning(
-            f"{by} {name}: {', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in "
-            "repeats of the same prompts: its drafter remembers them, so only the first one counts"
-        )
-    return samples[(samples["repeat"] == 0) | ~samples[by].isin(learns)]

@@ -6,6 +6,7 @@ decoding time without prefill. The tables hold raw counts and seconds; `summarie
 and intervals from them.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, cycle, islice, product
@@ -22,7 +23,7 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure import interleave, statistics
 from specexp.measure.costs import LEAD
-from specexp.measure.interleave import clock, credibly
+from specexp.measure.interleave import clock
 from specexp.measure.prompts import Prompt
 from specexp.models.int8 import by_address
 from specexp.models.lm import LM
@@ -36,6 +37,9 @@ from specexp.tree import Tree
 TOGETHER = 16  # prompts that are decoded in one batch where nothing is timed
 WARM_UP_TOKENS = 8
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
+ALIKE = 0.02  # how far the passes of repeats may differ, from near ties alone
+
+log = logging.getLogger("specexp")
 
 
 def acceptance(
@@ -138,16 +142,15 @@ def latency(
     return duel(arms, prompts, max_new_tokens, repeats).drop(columns="arm")
 
 
-@credibly("arm")
 def duel(
     arms: dict[Any, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
 ) -> pd.DataFrame:
     """One stream at a time: all arms and plain decoding take turns on every prompt. Repeats in
-    which a drafter remembers what it saw before are left out (see `interleave.credibly`).
+    which a drafter remembers what it saw before are left out (see `_without_memory`).
 
     One row an arm, prompt and repeat: the columns of `acceptance`, and arm, repeat, ttft_s, s and
     tokens (decoding time in seconds without prefill, delivered tokens), plain_s and plain_tokens
-    (the same of plain decoding); timing (2: the first one was not credible)."""
+    (the same of plain decoding)."""
     pairing = next(iter(arms.values()))
     engines: dict[Any, Engine] = {None: pairing.engine.plain()}
     engines |= {arm: other.engine for arm, other in arms.items()}
@@ -166,10 +169,9 @@ def duel(
                     | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
                     | _outcome(trace)
                 )
-    return pd.DataFrame(rows)
+    return _without_memory(pd.DataFrame(rows), "arm")
 
 
-@credibly("batch")
 def throughput(
     pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
     repeats: int = 2,
@@ -181,8 +183,8 @@ def throughput(
     which every row is live are counted, so the batch really has that size.
 
     One row a batch of prompts and repeat, with columns pairing, gamma, batch, number (of the batch
-    of prompts), repeat; s, tokens, plain_s, plain_tokens as in `duel`, of the whole batch, and
-    timing; context (slots of the batch's buffer, without those of a draft); and the counts of
+    of prompts), repeat; s, tokens, plain_s, plain_tokens as in `duel`, of the whole batch;
+    context (slots of the batch's buffer, without those of a draft); and the counts of
     `acceptance`."""
     fast, plain = pairing.with_().engine, pairing.engine.plain()
     fast.eos = plain.eos = ()
@@ -210,7 +212,21 @@ def throughput(
                     | {"context": max(map(len, ids)) + max_new_tokens}
                     | _outcome(traces["fast"])
                 )
-    return pd.DataFrame(rows)
+    return _without_memory(pd.DataFrame(rows), "batch")
+
+
+def _without_memory(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+    """The samples; of those (`by` a column) whose passes differ between repeats, though prompts and
+    noise are the same, only the first repeat, with a warning: their drafter remembers."""
+    counts = samples.pivot_table(["accepted", "passes"], by, "repeat", "sum")
+    lengths = 1 + counts["accepted"] / counts["passes"]
+    learns = lengths.index[lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)]
+    for name in learns:
+        log.warning(
+            f"{by} {name}: {', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in "
+            "repeats of the same prompts: its drafter remembers them, so only the first one counts"
+        )
+    return samples[(samples["repeat"] == 0) | ~samples[by].isin(learns)]
 
 
 def full_batch(trace: Trace) -> tuple[float, int]:

@@ -293,7 +293,7 @@ def latency_metrics(
     metrics, series = acceptance_metrics(at_best)
     by_gamma = predictions.set_index("gamma")["speedup"].to_dict()
     expected = by_gamma[best["gamma"]]
-    metrics |= _headline(best, samples, expected) | {
+    metrics |= _headline(best, expected) | {
         "speedup/predicted": expected,
         "speedup/best_gamma": best["gamma"],
         "latency/ttft_ms": 1e3 * at_best["ttft_s"].median(),
@@ -313,7 +313,7 @@ def duel_metrics(
     `one_pairing.costs`."""
     metrics, series = acceptance_metrics(samples)
     row = costs.set_index("arm").loc[samples["arm"].iloc[0]]
-    return metrics | _headline(speedups(samples, "arm").iloc[0], samples) | {
+    return metrics | _headline(speedups(samples, "arm").iloc[0]) | {
         "latency/ttft_ms": 1e3 * samples["ttft_s"].median(),
         "cost/draft_steps": row["draft_s"] / row["step_s"],
         "cost/verify_steps": row["verify_s"] / row["step_s"],
@@ -331,7 +331,7 @@ def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     by_batch = speedups(samples, "batch")
     once = (samples["batch"] == samples["batch"].min()) & (samples["repeat"] == 0)
     metrics, series = acceptance_metrics(samples[once])  # all other rows repeat these prompts
-    metrics |= _headline(by_batch.iloc[0], samples)
+    metrics |= _headline(by_batch.iloc[0])
     metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
     with_interval = by_batch[by_batch["low"] < by_batch["high"]]  # more than one sample
     losing = with_interval[with_interval["high"] < 1]["batch"]
@@ -347,13 +347,10 @@ def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     }
 
 
-def _headline(
-    row: pd.Series, samples: pd.DataFrame, predicted: float | None = None
-) -> dict[str, float]:
+def _headline(row: pd.Series, predicted: float | None = None) -> dict[str, float]:
     return {
         "speedup/measured": row["speedup"], "speedup/ci_low": row["low"],
         "speedup/credible": float(theory.credible(row["speedup"], row["length"], predicted)),
-        "speedup/timing": samples["timing"].max(),  # 2: the first one was not credible
         "speedup/ci_high": row["high"], "throughput/tok_s": row["tok_s"],
         "throughput/plain_tok_s": row["plain_tok_s"],
     }  # fmt: skip

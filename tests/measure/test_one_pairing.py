@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.questions import PROMPTS
 
-from specexp import api, theory
+from specexp import api
 from specexp.drafters import Drafter
 from specexp.errors import UserError
 from specexp.measure import one_pairing, statistics, summaries
@@ -49,7 +49,6 @@ def test_latency_pairs_each_gamma_with_plain_decoding(latency):
 
 
 def test_order_of_arms_alternates_over_prompts(pairing, monkeypatch):
-    monkeypatch.setattr(theory, "credible", lambda *timing: True)  # each is timed once
     orders, real = [], one_pairing._take_turns
     monkeypatch.setattr(one_pairing, "_take_turns", lambda *a: orders.append(a[3]) or real(*a))
     one_pairing.latency(pairing, PROMPTS, [1], 4, repeats=2)
@@ -81,43 +80,6 @@ def test_repeats_of_a_drafter_that_remembers_are_not_pooled(pairing, caplog):
     assert samples.groupby("arm")["repeat"].nunique().to_dict() == {"remembers": 1, "model": 3}
     [line] = [r.message for r in caplog.records if "remembers" in r.message]
     assert "tokens a pass in repeats of the same prompts" in line
-
-
-@pytest.fixture
-def busy_at_first(monkeypatch):
-    """Seconds of plain decoding, which waits for the machine in the first timing of the prompts."""
-    turns, real = [], one_pairing._take_turns
-
-    def take(arms, *rest):
-        traces = real(arms, *rest)
-        plain = traces[None]
-        turns.append(plain.decode_s)
-        if len(turns) <= len(PROMPTS):
-            plain.rounds = [r._replace(end_s=100 * r.end_s) for r in plain.rounds]
-        return traces
-
-    monkeypatch.setattr(one_pairing, "_take_turns", take)
-    return turns
-
-
-def test_speedup_that_is_not_credible_is_timed_again(pairing, busy_at_first, caplog):
-    samples = one_pairing.duel({"model": pairing}, PROMPTS, 10)
-    assert "all is timed once more" in caplog.text
-    assert len(busy_at_first) == 2 * len(PROMPTS) == 2 * len(samples)
-    assert list(samples["plain_s"]) == busy_at_first[len(PROMPTS) :]
-    assert set(samples["timing"]) == {2}
-    assert set(samples["repeat"]) == {0}
-    assert set(summaries.rounds(samples)["timing"]) == {2}
-
-
-def test_timing_again_does_not_flatter_a_drafter_that_remembers(pairing, busy_at_first, caplog):
-    arms = {"remembers": pairing.with_(drafter=Remembers()), "model": pairing}
-    samples = one_pairing.duel(arms, PROMPTS, 10)
-    assert len(busy_at_first) == 2 * len(PROMPTS)
-    assert set(samples["timing"]) == {1}
-    assert len(samples) == 2 * len(PROMPTS)
-    assert "its drafter remembers them, so only the first one counts" in caplog.text
-    assert statistics.NOT_CREDIBLE in set(summaries.speedups(samples, "arm")["doubt"])
 
 
 def test_costs_below_a_plain_pass_are_timed_again(pairing, monkeypatch):
@@ -184,7 +146,6 @@ def test_throughput_counts_full_batches_only(pairing, throughput):
 def test_every_batch_size_sees_the_same_prompts(pairing, monkeypatch):
     texts = [f"{kind} {i} {'and on ' * i}" for kind in ("code", "prose") for i in range(3)]
     prompts = [Prompt(i, text.split()[0], (text,)) for i, text in enumerate(texts)]
-    monkeypatch.setattr(theory, "credible", lambda *timing: True)  # each is timed once
     ids = pairing.encode(texts)
     batches = []
     real = one_pairing._take_turns
