@@ -30,6 +30,7 @@ from specexp.grids.grid_file import (
 from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
+from specexp.tracking import mlflow_view
 from specexp.zoo.known import Known
 
 TIMEOUT_S = 900.0
@@ -39,12 +40,13 @@ LOADED = ("target", "dtype", "device", "drafter")  # points are ordered by these
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One notebook run. `params`: every parameter, defaults included; `varying`: the names of those
-    that the grid varies; `around`: the rest of its identity; `timed`: it measures time, so no other
-    point should run beside it; `others`: other grids, loaded with this one, that have the same
-    point."""
+    """One notebook run. `name`: what tells it from the grid's others; `file`: that of the grid;
+    `params`: every parameter, defaults included; `varying`: the names of those that the grid
+    varies; `around`: the rest of its identity; `timed`: it measures time, so no other point should
+    run beside it; `others`: other grids, loaded with this one, that have the same point."""
 
-    grid: str
+    name: str
+    file: Path
     notebook: Path
     experiment: str
     params: dict[str, Any] = field(hash=False)
@@ -54,6 +56,10 @@ class Point:
     run_key: str
     timed: bool = True
     others: tuple[str, ...] = ()
+
+    @property
+    def grid(self) -> str:
+        return self.file.stem
 
     @property
     def grids(self) -> tuple[str, ...]:
@@ -119,13 +125,16 @@ def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
     spec, path, varying = sheet.document.value, sheet.notebook.path, sheet.varying
     experiment = spec.get("experiment") or path.stem
     timeout = float(spec.get("timeout_s") or TIMEOUT_S)
+    file = sheet.path.parent.resolve() / sheet.path.name
+    among = {name: sheet.values(name) for name in varying}
     for written, entry in sheet.combinations():
         with contextlib.chdir(path.parent):  # where its kernel will run
             params = checks.see(written, entry)
             around = None if checks.wrong else checks.surroundings.of(params, sheet.notebook)
         if around:
             key = identity.digest({"params": identity.digest(params), **around.parts})
-            yield Point(sheet.path.stem, path, experiment, params, varying, timeout, around, key,
+            name = mlflow_view.run_name(written, varying, among) or path.stem
+            yield Point(name, file, path, experiment, params, varying, timeout, around, key,
                         sheet.notebook.timed)  # fmt: skip
     for what, lines_of in checks.wrong.items():
         for line in lines_of:

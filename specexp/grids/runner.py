@@ -40,7 +40,7 @@ from specexp.grids.progress import (
     set_aside,
 )  # fmt: skip
 from specexp.terminal import Terminal
-from specexp.tracking import compare, mlflow_view, presence, rebuild, report, results, runs
+from specexp.tracking import compare, presence, rebuild, report, results, runs
 
 if TYPE_CHECKING:
     from specexp.grids.machines import local
@@ -417,15 +417,14 @@ def _write_point(point: Point, attempt: Path) -> None:
 
 
 def tags_of(point: Point) -> dict[str, str]:
-    inside = point.notebook.is_relative_to(results.ROOT)
-    source = point.notebook.relative_to(results.ROOT).as_posix() if inside else point.notebook.name
     return {
         "run_key": point.run_key,
         "grid": point.grid,
-        "name": mlflow_view.run_name(point.params, point.varying) or point.notebook.stem,
+        "grid.file": results.from_root(point.file) or str(point.file),
+        "name": point.name,
         "notebook": point.notebook.name,
         "together": "yes" if point.together else "no",
-        "mlflow.source.name": source,
+        "mlflow.source.name": results.from_root(point.notebook) or point.notebook.name,
         "mlflow.source.type": "NOTEBOOK",
     }
 

@@ -7,7 +7,7 @@ violation is only reported if two consecutive looks find it.
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ class Invariant:
 
     statement: str
     count: int
-    broken: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    broken: Sequence[str] = ()
+    beside: Sequence[str] = ()
 
 
 def problems() -> list[str]:
@@ -49,49 +49,58 @@ def check() -> list[Invariant]:
     time.sleep(PAUSE_S)
     before = {p.statement: p.broken for p in first if p.statement != READABLE}
     return [
-        replace(
-            p, broken=tuple(line for line in p.broken if line in before.get(p.statement, p.broken))
-        )
+        replace(p, broken=[line for line in p.broken if line in before.get(p.statement, p.broken)])
         for p in _look()
     ]
 
 
 def _look() -> list[Invariant]:
     """Every invariant, with its violations at this moment."""
-    results = {p.name: p for p in _folders("results")}
-    failed = _folders("failed")
-    attempts = _folders("attempts")
+    results, failed, attempts = (
+        [path for path in store.listed(name) if path.is_dir()]
+        for name in ("results", "failed", "attempts")
+    )
     busy = set(store.claims())
+    shown: dict[str, list[Any]] | None = None
     try:
-        unsound = track.backend().sound()
-        shown: dict[str, list[Any]] | None = _shown()
-        missing = presence.missing([*results.values(), *failed])
-        unreadable = tuple(f"{line}{_REBUILD}" for line in unsound)
+        unreadable = [f"{line}{_REBUILD}" for line in track.backend().sound()]
+        shown = _shown()
+        missing = presence.missing([*results, *failed])
     except (track.StoreCorrupt, track.StoreUnreachable) as e:
-        shown, unreadable = None, (str(e),)
+        shown, unreadable = None, [str(e)]
     busy |= set(store.claims())
-    results = {key: p for key, p in results.items() if key not in busy}
-    failed = [p for p in failed if store.key_of(p) not in busy]
-    publishable = [p for p in failed if track.publishable(p)]
-    ours = [p for p in attempts if store.key_of(p) not in busy and p.exists()]
+    results, failed, ours = (
+        [path for path in paths if store.key_of(path) not in busy]
+        for paths in (results, failed, attempts)
+    )
+    torn = [
+        f"results/{path.name} changed since it was committed: run its grid again"
+        for path in results
+        if not track.publishable(path)
+    ]
+    left = [
+        f"attempts/{path.name} was left by a process that died: run any grid"
+        for path in ours
+        if path.exists()
+    ]
     invariants = [
-        Invariant("results are intact", len(results), tuple(_torn(results))),
-        Invariant("attempts belong to a running process", len(attempts), tuple(_left(ours))),
+        Invariant("results are intact", len(results), torn),
+        Invariant("attempts belong to a running process", len(attempts), left),
         Invariant(READABLE, 1, unreadable),
     ]
-    if shown is not None:
-        runs = {k: each for k, each in shown.items() if k not in busy}
-        gone = {*missing.deleted, *missing.failures}
-        beside = tuple(replace(missing, lost=()).lines())
-        invariants += [
-            Invariant("results are in MLflow once and equal", len(results),
-                    tuple(_unlike(results, gone, runs)), beside),
-            Invariant("failed points are in MLflow as failures", len(publishable),
-                    tuple(_unshown(publishable, failed, gone, results, runs))),
-            Invariant("runs in MLflow have ended", sum(map(len, shown.values())),
-                    tuple(_running(runs))),
-        ]  # fmt: skip
-    return invariants
+    if shown is None:
+        return invariants
+    runs = {key: each for key, each in shown.items() if key not in busy}
+    gone = {*missing.deleted, *missing.failures}
+    publishable = [path for path in failed if track.publishable(path)]
+    return [
+        *invariants,
+        Invariant("results are in MLflow once and equal", len(results),
+                  [*_unlike(results, gone, runs)], replace(missing, lost=[]).lines()),
+        Invariant("failed points are in MLflow as failures", len(publishable),
+                  [*_unshown(publishable, failed, gone, results, runs)]),
+        Invariant("runs in MLflow have ended", sum(map(len, shown.values())), [*_running(runs)]),
+    ]  # fmt: skip
 
 
 def show(console: Console) -> bool:
@@ -113,21 +122,6 @@ def show(console: Console) -> bool:
     return not any(invariant.broken for invariant in invariants)
 
 
-def _folders(name: str) -> list[Path]:
-    return [path for path in store.listed(name) if path.is_dir()]
-
-
-def _torn(results: Mapping[str, Path]) -> Iterator[str]:
-    for key, result in results.items():
-        if not track.publishable(result):
-            yield f"results/{key} changed since it was committed: run its grid again"
-
-
-def _left(attempts: list[Path]) -> Iterator[str]:
-    for attempt in attempts:
-        yield f"attempts/{attempt.name} was left by a process that died: run any grid"
-
-
 def _shown() -> dict[str, list[Any]]:
     """run_key -> active runs in MLflow."""
     runs = defaultdict(list)
@@ -139,28 +133,29 @@ def _shown() -> dict[str, list[Any]]:
 
 
 def _unlike(
-    results: Mapping[str, Path], gone: Set[Path], shown: Mapping[str, list[Any]]
+    results: Iterable[Path], gone: Set[Path], shown: Mapping[str, list[Any]]
 ) -> Iterator[str]:
-    for key, result in results.items():
+    for result in results:
         if result in gone:
             continue
         by_rival = defaultdict(list)
-        for run in shown.get(key, []):
+        for run in shown.get(result.name, []):
             if run.info.status == "FINISHED":
                 by_rival[track.rival_of(run)].append(run)
         parts = store.runs_in(store.read(result / store.RESULT))
         for rival in {**parts, **by_rival}:
             runs = by_rival[rival]
             if len(runs) != 1 or rival not in parts:
-                what = f"results/{key}{rival and f' with {rival}'}"
+                what = f"results/{result.name}{rival and f' with {rival}'}"
                 yield f"{what} is in MLflow {len(runs)} times, not once{_REBUILD}"
                 continue
-            [run] = runs
-            for what in _differences(run, parts[rival]):
-                yield f"results/{key}: {what} differs in MLflow's run {run.info.run_id}"
-    for key, runs in shown.items():
-        for run in runs:
-            if track.own() and run.info.status == "FINISHED" and key not in results:
+            for what in _differences(runs[0], parts[rival]):
+                run_id = runs[0].info.run_id
+                yield f"results/{result.name}: {what} differs in MLflow's run {run_id}"
+    keys = {result.name for result in results}
+    for key in (shown.keys() - keys) if track.own() else ():
+        for run in shown[key]:
+            if run.info.status == "FINISHED":
                 yield f"MLflow's run {run.info.run_id} is of results/{key}, which is missing"
 
 
@@ -183,14 +178,14 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unshown(
-    publishable: list[Path], failed: list[Path], gone: Set[Path], results: Mapping[str, Path],
+    publishable: list[Path], failed: list[Path], gone: Set[Path], results: Iterable[Path],
     shown: Mapping[str, list[Any]],
 ) -> Iterator[str]:  # fmt: skip
-    names = {folder.name for folder in failed}
+    names, done = {folder.name for folder in failed}, {result.name for result in results}
     last = {store.key_of(f): f for f in sorted(publishable, key=store.ended_ms)}
     for key, folder in sorted(last.items()):
         runs = [r for r in shown.get(key, []) if r.info.status in ("FAILED", "KILLED")]
-        if len(runs) > 1 or not (runs or key in results or folder in gone):
+        if len(runs) > 1 or not (runs or key in done or folder in gone):
             yield f"failed/{key}-* is in MLflow {len(runs)} times, not once{_REBUILD}"
         for run in runs:
             if run.data.tags.get("attempt") not in names:

@@ -64,16 +64,13 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def short(runs: pd.DataFrame) -> pd.DataFrame:
-    """The same runs with paths and hub ids in their parameters cut to as many of their last parts
-    as tell them apart."""
-    brief = {}
-    for column in (c for c in runs if c.startswith("params.")):
-        for parts in range(1, 6):
-            names = runs[column].map(partial(mlflow_view.brief, parts=parts), na_action="ignore")
-            if names.nunique() == runs[column].nunique():
-                brief[column] = names
-                break
-    return runs.assign(**brief)
+    """The same runs with paths and hub ids in their parameters cut to as few of their last parts as
+    tell them apart."""
+    columns = {name: list(runs[name].dropna().unique()) for name in runs if name[:7] == "params."}
+    return runs.assign(**{
+        name: runs[name].map(partial(mlflow_view.brief, among=values), na_action="ignore")
+        for name, values in columns.items()
+    })  # fmt: skip
 
 
 def overview(runs: pd.DataFrame) -> pd.DataFrame:

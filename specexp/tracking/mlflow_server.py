@@ -19,31 +19,38 @@ from specexp.tracking import mlflow_view, results, runs
 from specexp.tracking.mlflow_store import Backend
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 def show(port: int, host: str = "127.0.0.1") -> None:
     """Print a link per experiment and become the UI, unless runs are tracked on a server, which has
     one. Raises UserError, StoreUnreachable, StoreCorrupt."""
-    backend = runs.backend()
+    backend, base = runs.backend(), runs.backend().uri
     if runs.own() and not runs.has_database():
         raise UserError(f"no runs in {results.root()} yet: run `make demo`, or a notebook, first")
     if not backend.served:
         _check_free(host, port)
         with results.alone("setup"):
             runs.initialise()
-    base = backend.uri if backend.served else _address(host, port)
+        reached = socket.gethostname() if host in _EVERYWHERE else host
+        base = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
     for e in backend.experiments():
         if e.name != "Default":
             print(f"{e.name:28s} {mlflow_view.url(e.experiment_id, base)}")
-    if not backend.served:
-        _warn(host)
-        _become(backend, host, port)
+    if backend.served:
+        return
+    if not _loopback(host):
+        warning = "there is no password: whoever can reach this server can read and change all"
+        Console(stderr=True).print(f"[bold red]warning[/]: {warning}", soft_wrap=True)
+    sys.stdout.flush()
+    os.chdir(results.root())  # where there are no modules to import
+    words = command(backend, host, port)
+    os.execvpe(words[0], words, environment(backend))  # so that signals reach the server
 
 
 def command(backend: Backend, host: str, port: int) -> list[str]:
     """The command of MLflow's server, with the host names it accepts and without secrets."""
-    names = _names(host)
-    hosts = [*(f"{n}:{port}" for n in names), *_more()]
+    hosts = _hosts(host, port)
     origins = [f"{scheme}://{n}" for n in hosts for scheme in ("http", "https")]
     return [
         sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port),
@@ -66,44 +73,23 @@ def environment(backend: Backend) -> dict[str, str]:
     }
 
 
-def _become(backend: Backend, host: str, port: int) -> None:
-    """Replace this process, so that its signals reach the server; in a folder without modules."""
-    sys.stdout.flush()
-    os.chdir(results.root())
-    line = command(backend, host, port)
-    os.execvpe(line[0], line, environment(backend))
-
-
-def _names(host: str) -> list[str]:
-    """The host names by which a server that listens there can be reached."""
-    if _loopback(host):
-        return list(_LOCAL)
-    named = [host] if not _any(host) else _addresses()
-    return list(dict.fromkeys([*_LOCAL, *named, socket.gethostname(), socket.getfqdn()]))
-
-
-def _more() -> list[str]:
-    """Further host names, from MLflow's own variable."""
-    names = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", "").split(",")
-    return [name.strip() for name in names if name.strip() and "*" not in name]
-
-
-def _addresses() -> list[str]:
-    addresses = [a for each in psutil.net_if_addrs().values() for a in each]
-    four = [a.address for a in addresses if a.family == socket.AF_INET]
-    return four + [f"[{a.address}]" for a in addresses if a.family == socket.AF_INET6]
-
-
-def _address(host: str, port: int) -> str:
-    if _any(host):
-        host = socket.gethostname()
-    elif _loopback(host):
-        host = "127.0.0.1" if ":" not in host else host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _any(host: str) -> bool:
-    return host in ("0.0.0.0", "::")
+def _hosts(host: str, port: int) -> list[str]:
+    """The names, with the port, by which a server that listens there can be reached, and those that
+    MLflow's own variable adds."""
+    names = list(_LOCAL)
+    if host in _EVERYWHERE:
+        every = [a for each in psutil.net_if_addrs().values() for a in each]
+        names += [a.address for a in every if a.family == socket.AF_INET]
+        names += [f"[{a.address}]" for a in every if a.family == socket.AF_INET6]
+    elif not _loopback(host):
+        names.append(host)
+    if not _loopback(host):
+        names += [socket.gethostname(), socket.getfqdn()]
+    more = os.environ.get("MLFLOW_SERVER_ALLOWED_HOSTS", "").split(",")
+    return [
+        *(f"{name}:{port}" for name in dict.fromkeys(names)),
+        *(name.strip() for name in more if name.strip() and "*" not in name),
+    ]
 
 
 def _loopback(host: str) -> bool:
@@ -111,14 +97,6 @@ def _loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _warn(host: str) -> None:
-    if not _loopback(host):
-        warning = (
-            "there is no password: whoever can reach this server can read and change everything"
-        )
-        Console(stderr=True).print(f"[bold red]warning[/]: {warning}", soft_wrap=True)
 
 
 def _check_free(host: str, port: int) -> None:

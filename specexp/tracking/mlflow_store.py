@@ -27,7 +27,6 @@ from specexp.errors import UserError
 from specexp.tracking import redact
 from specexp.zoo.known import Answer, Known
 
-SCHEMES = ("sqlite", "postgresql", "http", "https")
 PROXIED = "mlflow-artifacts:/"
 MADE_AS = "specexp.experiment"  # a tag of experiments, see `names_of`
 _DAMAGE = {
@@ -48,7 +47,6 @@ _AWAY = {
     "password authentication failed": "user or password is wrong",
 }
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
-_TRIGGERS = {"prevent_secrets_aad_mutation"}
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -96,21 +94,18 @@ class Backend:
     def at(cls, address: str, home: Path) -> Backend:
         """The store at an address. Raises UserError if it is invalid or needs a missing driver."""
         scheme, _, driver = address.partition(":")[0].partition("+")
-        if scheme not in SCHEMES:
-            raise UserError(
-                f"{hidden(address)} is not the address of an MLflow store: give sqlite:///PATH, "
-                "postgresql://... or http://..."
-            )
-        if scheme == "sqlite":
-            path = Path(_database(address))
-            if not path.name:
-                raise UserError(f"{address} names no file: give sqlite:///PATH")
-            return cls.of(path.resolve())
+        if scheme == "sqlite" and (file := Path(_database(address))).name:
+            return cls.of(file.resolve())
         if scheme == "postgresql":  # the default driver of SQLAlchemy 2.0 and 2.1 differs
             driver = driver or "psycopg2"
             if not importlib.util.find_spec(driver):
                 raise UserError('PostgreSQL needs its driver: pip install "specexp[postgres]"')
             address = f"postgresql+{driver}:{address.partition(':')[2]}"
+        elif scheme not in ("http", "https"):
+            raise UserError(
+                f"{hidden(address)} is not the address of an MLflow store: give sqlite:///PATH, "
+                "postgresql://... or http://..."
+            )
         return cls(address.rstrip("/"), home)
 
     @classmethod
@@ -193,7 +188,10 @@ class Backend:
             if empty and self.file:
                 _create(self.file)
             if not self.file:
-                _connect(self.uri)
+                import sqlalchemy
+
+                soon = {"connect_timeout": 10}  # MLflow itself tries for minutes
+                sqlalchemy.create_engine(self.uri, connect_args=soon).connect().close()
             elif Known(kept=True).lasting(f"{__name__}.made", self.uri) == _version(self.file):
                 return
             create_tables(self.uri)
@@ -208,11 +206,10 @@ class Backend:
         if not self.file.stat().st_size:
             return True
         with self.reaching(), contextlib.closing(_sqlite(self.file)) as db:
-            entries = set(db.execute("SELECT type, name FROM sqlite_master"))
-        foreign = {n for kind, n in entries if kind in ("trigger", "view")} - _TRIGGERS
-        if foreign or (entries and ("table", "experiments") not in entries):
-            raise self.damaged(f"is not MLflow's: it has {', '.join(foreign) or 'other tables'}")
-        return not entries
+            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+        if tables and "experiments" not in tables:
+            raise self.damaged("is not MLflow's: it has other tables")
+        return not tables
 
     def sound(self) -> list[str]:
         """What SQLite finds wrong with its file; empty for other stores. Raises as `empty`."""
@@ -255,35 +252,21 @@ class Backend:
             return None
         return PROXIED + (re.sub(r"[^A-Za-z0-9_-]+", "-", experiment).strip("-") or "experiment")
 
-    def put(self, run: Any, folder: Path, files: Iterable[Path]) -> None:
-        """Copy files of a folder to a run's artifacts. Raises as `reaching` does, or OSError."""
-        into = artifacts_of(self, run.info.artifact_uri)
+    def put(self, location: str, folder: Path, files: Iterable[Path]) -> None:
+        """Copy files of a folder to the artifacts of a run or experiment at this location. Raises
+        as `reaching` does, or OSError."""
+        into = artifacts_of(self, location)
         for path in files:  # one by one: MLflow's log_artifacts skips unreadable folders
             inside = path.relative_to(folder)
             if into:
                 (into / inside).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, into / inside)
                 continue
+            from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
             with self.reaching():
                 below = inside.parent.as_posix().removeprefix(".") or None
-                self.client.log_artifact(run.info.run_id, str(path), below)
-
-    def keep(self, experiment: Any, file: Path) -> str:
-        """Copy a file to an experiment's own artifacts; returns its address below the UI's, or ""
-        if they are not kept behind the UI. Raises as `reaching` does, or OSError."""
-        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-        location = experiment.artifact_location
-        if not location.startswith(PROXIED):
-            return ""
-        if into := artifacts_of(self, location):
-            into.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, into / file.name)
-        else:
-            with self.reaching():
-                get_artifact_repository(location, self.uri).log_artifact(str(file))
-        below = f"{location.removeprefix(PROXIED).strip('/')}/{file.name}"
-        return f"./api/2.0/mlflow-artifacts/artifacts/{quote(below)}"
+                get_artifact_repository(location, self.uri).log_artifact(str(path), below)
 
 
 def _states(backend: Backend, experiments: Set[str], tags: Sequence[str]) -> dict[str, State]:
@@ -378,18 +361,8 @@ def _configure(uri: str) -> None:
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 
-def _connect(uri: str) -> None:
-    """Fail after 10 s if the database cannot be reached: MLflow itself tries for minutes."""
-    import sqlalchemy
-
-    options = {"connect_timeout": 10}
-    sqlalchemy.create_engine(uri, connect_args=options).connect().close()
-
-
 def _sqlite(file: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(f"file:{quote(str(file))}?mode=rw", uri=True, timeout=5)
-    db.execute("PRAGMA trusted_schema=OFF")
-    return db
+    return sqlite3.connect(f"file:{quote(str(file))}?mode=rw", uri=True, timeout=5)
 
 
 def _create(file: Path) -> None:

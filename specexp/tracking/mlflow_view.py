@@ -1,11 +1,11 @@
 """What the MLflow UI shows of an experiment and its runs: a view with columns, order and charts;
 an experiment's note; name, answer and description of a run."""
 
-import itertools
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specexp.tracking.results import is_simulated, runs_in
@@ -24,6 +24,7 @@ _LONGEST_PARAM = 6000  # MLflow truncates longer ones
 CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
 WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 44, "tags.`answer`": 170}  # in pixels
+DEEPEST = 5  # parts of a path in a name, at most
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
 FIGURES = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
@@ -108,23 +109,44 @@ def about(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
     return {n: text for n, text in tags.items() if n not in record.get("tags", {})}
 
 
-def run_name(params: Mapping[str, Any], varying: Collection[str]) -> str:
-    """A run's name: its drafter, then the other parameters that vary, as in `sibling-3m γ=3`. Of a
-    path or a hub id the last part."""
+def run_name(
+    params: Mapping[str, Any], varying: Collection[str],
+    among: Mapping[str, Collection[Any]] = MappingProxyType({}),
+) -> str:  # fmt: skip
+    """A run's name: its drafter, then the other parameters that vary, as in `sibling-3m γ=3`.
+    `among`: their values in other runs, which each is told from (`brief`)."""
+    others = {**among, "drafter": [*among.get("drafter", ()), *(params.get("rivals") or ())]}
     names = [*SIGNS, *(n for n in varying if n not in SIGNS)]
     named = [n for n in names if n in params and (n in varying or n == "drafter")]
-    return " ".join(SIGNS.get(n, f"{n}=") + brief(params[n]) for n in named)[:200]
+    return " ".join(
+        SIGNS.get(n, f"{n}=") + brief(params[n], others.get(n, ())) for n in named
+    )[:200]  # fmt: skip
 
 
 def beside(tags: Mapping[str, str], params: Mapping[str, Any], rival: str) -> dict[str, str]:
     """The tags of a result's run; for a rival those of its run, named by its own drafter."""
-    own, name = brief(params.get("drafter", "")), tags.get("name", "")
-    named = name.replace(own, brief(rival), 1) if own and own in name else f"{rival} {name}"
-    return {**tags, "name": named, "rival": rival} if rival else dict(tags)
+    if not rival:
+        return dict(tags)
+    name, own = tags.get("name", ""), params.get("drafter", "")
+    among = [own, *(params.get("rivals") or ())]
+    # the drafter's own part of the name, by however many parts of a path it is told from others
+    written = next((text for n in range(DEEPEST, 0, -1) if (text := _last(own, n)) in name), "")
+    named = name.replace(written, brief(rival, among), 1) if written else f"{rival} {name}"
+    return {**tags, "name": named, "rival": rival}
 
 
-def brief(value: Any, parts: int = 1) -> str:
-    """A parameter in a name: of a path or a hub id the last part, or that many."""
+def brief(value: Any, among: Collection[Any] = ()) -> str:
+    """A parameter in a name: of a path or a hub id as few of its last parts as tell it from the
+    values `among` which it is."""
+    others = [other for other in among if other != value] if "/" in str(value) else []
+    for parts in range(1, DEEPEST + 1):
+        text = _last(value, parts)
+        if text not in (_last(other, parts) for other in others):
+            break
+    return text
+
+
+def _last(value: Any, parts: int) -> str:
     text = "/".join(value.rstrip("/").split("/")[-parts:]) if isinstance(value, str) else str(value)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 40 else f"{text[:37]}..."
@@ -156,12 +178,9 @@ def shared(logged: Collection[str], at_ms: int) -> str:
     best = next((a for a in ANSWERS if a.metric in logged), None)
     columns = ["tags.`answer`"] if best else [f"metrics.`{m}`" for m in FIGURES if m in logged]
     section = {"uuid": "overview", "name": "Does it pay?", "display": True, "isReordered": True}
-    charts: list[dict[str, Any]] = [
-        {"type": "BAR", "metricKey": m, "runsCountToCompare": 20, "displayName": _short(m)}
-        for m in BARS
-        if m in logged
-    ]
-    charts += [
+    bars = [{"type": "BAR", "metricKey": m, "runsCountToCompare": 20, "displayName": _short(m)}
+            for m in BARS if m in logged]  # fmt: skip
+    lines = [
         {
             "type": "LINE", "metricKey": m, "selectedMetricKeys": [m], "displayName": _short(m),
             "xAxisKey": "step", "xAxisScaleType": "linear", "scaleType": "linear",
@@ -172,15 +191,17 @@ def shared(logged: Collection[str], at_ms: int) -> str:
         for m in LINES
         if m in logged
     ]  # fmt: skip
-    if {"acceptance/rate", "speedup/measured"} <= set(logged):
-        charts.append({
-            "type": "SCATTER", "runsCountToCompare": 100,
-            "displayName": "rate, speedup",
-            "xaxis": {"key": "acceptance/rate", "type": "METRIC"},
-            "yaxis": {"key": "speedup/measured", "type": "METRIC"},
-        })  # fmt: skip
+    scatter = {
+        "type": "SCATTER", "runsCountToCompare": 100, "displayName": "rate, speedup",
+        "xaxis": {"key": "acceptance/rate", "type": "METRIC"},
+        "yaxis": {"key": "speedup/measured", "type": "METRIC"},
+    }  # fmt: skip
+    both = {"acceptance/rate", "speedup/measured"} <= set(logged)
     common = {"metricSectionId": "overview", "deleted": False, "isGenerated": False}
-    charts = [{"uuid": f"chart{i}", **common, **c} for i, c in enumerate(charts)]
+    charts = [
+        {"uuid": f"chart{i}", **common, **chart}
+        for i, chart in enumerate([*bars, *lines, *[scatter] * both])
+    ]
     state = {
         "selectedColumns": columns,
         "columnOrder": ["0", *WIDTHS, "duration"],
@@ -231,34 +252,28 @@ def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
 def problems_of(record: Mapping[str, Any]) -> list[str]:
     """Why a record cannot be published: bad names or steps, values that are not finite, tags that
     are no text."""
-    each = (_problems(run) for run in runs_in(record).values())
-    return list(dict.fromkeys(itertools.chain(*each)))
+    return list(dict.fromkeys(what for r in runs_in(record).values() for what in _problems(r)))
 
 
-def _problems(record: Mapping[str, Any]) -> list[str]:
-    flat = dict(record["metrics"])
+def _problems(record: Mapping[str, Any]) -> Iterator[str]:
+    points = [(name, name, "0", value) for name, value in record["metrics"].items()]
     for name, curve in record["series"].items():
-        flat |= {f"{name} at {step}": value for step, value in curve.items()}
-    names = [*record["metrics"], *record["series"]]
-    return [
-        *(f"metric {n!r} is not named group/name" for n in names if not _METRIC.fullmatch(n)),
-        *(
-            f"the metric {n[:40]}... has {len(n)} characters, more than {_LONGEST_NAME}"
-            for n in names
-            if len(n) > _LONGEST_NAME
-        ),
-        *(
-            f"{n} has the step {step}, not a 64-bit integer"
-            for n, curve in record["series"].items()
-            for step in curve
-            if not _STEP.fullmatch(str(step))
-        ),
-        *(f"{n} is {v}, not a finite number" for n, v in flat.items() if not math.isfinite(v)),
-        *(
-            f"the tag {n!r:.60} must have a plain name and a text of at most {_LONGEST_TAG} "
-            f"characters, not {v!r:.40}"
-            for n, v in record.get("tags", {}).items()
-            if not (isinstance(n, str) and _TAG.fullmatch(n) and isinstance(v, str))
-            or len(v) > _LONGEST_TAG
-        ),
-    ]
+        points += [(name, f"{name} at {step}", str(step), v) for step, v in curve.items()]
+    for name in dict.fromkeys([*record["metrics"], *record["series"]]):
+        if not _METRIC.fullmatch(name):
+            yield f"metric {name!r} is not named group/name"
+        if len(name) > _LONGEST_NAME:
+            size = f"has {len(name)} characters, more than {_LONGEST_NAME}"
+            yield f"the metric {name[:40]}... {size}"
+    for name, where, step, value in points:
+        if not _STEP.fullmatch(step):
+            yield f"{name} has the step {step}, not a 64-bit integer"
+        if not math.isfinite(value):
+            yield f"{where} is {value}, not a finite number"
+    for tag, text in record.get("tags", {}).items():
+        named = isinstance(tag, str) and _TAG.fullmatch(tag) and isinstance(text, str)
+        if not named or len(text) > _LONGEST_TAG:
+            yield (
+                f"the tag {tag!r:.60} must have a plain name and a text of at most {_LONGEST_TAG} "
+                f"characters, not {text!r:.40}"
+            )

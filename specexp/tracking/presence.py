@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specexp.errors import counted
 from specexp.tracking import results, runs
 from specexp.tracking.mlflow_store import names_of
 from specexp.zoo import files
@@ -28,15 +29,14 @@ class Missing:
     def lines(self, remedy: str = "this run") -> list[str]:
         """What is missing and what to do, a line each. `remedy`: what publishes the lost again."""
         lines = []
-        if n := len(self.lost):
-            lines.append(
-                f"MLflow lacks {n} published run{'s' * (n > 1)}, which {remedy} publishes again"
-            )
+        if self.lost:
+            count = counted(len(self.lost), "published run")
+            lines.append(f"MLflow lacks {count}, which {remedy} publishes again")
         if n := len(self.deleted):
             tags = [results.read(f / results.TAGS) for f in self.deleted[:3]]
             named = ", ".join(t.get("name", "") for t in tags) + ", ..." * (n > 3)
             lines.append(
-                f"{n} run{'s' * (n > 1)} deleted in MLflow on purpose ({named}): "
+                f"{counted(n, 'run')} deleted in MLflow on purpose ({named}): "
                 "`specexp store rebuild` brings back what was deleted"
             )
         return lines
@@ -51,23 +51,18 @@ def missing(folders: Iterable[Path]) -> Missing:
     named = {folder: names(folder) for folder in marked}
     experiments = {experiment for experiment, _ in named.values() if experiment}
     shown = runs.backend().states(experiments, ("store", "published", "notebook"))
-    lost: list[Path] = []
-    deleted: list[Path] = []
-    failures: list[Path] = []
-    store = results.identity()
+    lost, deleted, failures, store = list[Path](), list[Path](), list[Path](), results.identity()
     for folder, run_ids in marked.items():
+        experiment, notebook = named[folder]
+        tags = {"store": store, "published": "1", "notebook": notebook}
         states = [shown.get(run_id) for run_id in run_ids]
         if any(state and state.deleted for state in states):
             (deleted if folder.parent.name == "results" else failures).append(folder)
         elif not states or any(
-            not state
-            or state.tags.get("store") != store
-            or state.tags.get("published") != "1"
-            or state.status == "RUNNING"
-            or named[folder][0] not in state.experiment
-            or state.tags.get("notebook") != named[folder][1]
+            not state or state.status == "RUNNING" or experiment not in state.experiment
+            or any(state.tags.get(name) != text for name, text in tags.items())
             for state in states
-        ):
+        ):  # fmt: skip
             lost.append(folder)
     return Missing(lost, deleted, failures)
 
@@ -75,19 +70,17 @@ def missing(folders: Iterable[Path]) -> Missing:
 def names(folder: Path) -> tuple[str | None, str | None]:
     """The experiment and the notebook's file under which MLflow shall show a folder; None for what
     it does not tell. Raises OSError if it cannot be read now."""
-    found: list[dict[str, Any]] = []
+    shown: dict[str, Any] = {}
 
     def read() -> bool:
-        label = results.label(folder)
         record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
+        label = results.label(folder)
         tags = label["tags"] if label else results.load(folder / results.TAGS)
-        found.extend([label or results.load(record), tags])
+        shown.update((label or results.load(record)) | {"tags": tags})
         return True
 
-    if not results.sound(read):
-        return None, None
-    record, tags = found
-    return record.get("experiment"), tags.get("notebook")
+    results.sound(read)
+    return shown.get("experiment"), shown.get("tags", {}).get("notebook")
 
 
 def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:

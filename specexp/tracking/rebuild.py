@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich.console import Console
 from rich.progress import Progress
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from specexp.tracking import mlflow_view, presence, report, runs
 from specexp.tracking import results as store
-from specexp.tracking.mlflow_store import Backend, StoreUnreachable, names_of
+from specexp.tracking.mlflow_store import PROXIED, Backend, StoreUnreachable, names_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ def rebuild(console: Console) -> Rebuilt:
         others = [who for key, who in store.claims().items() if key != "setup"]
         if others:
             raise store.StoreBusy(f"{others[0]} is using {store.root()}: stop it first")
-        folders = _committed()
+        kept = [*store.root().glob(f"results/*/{store.TAGS}"),
+                *store.root().glob(f"failed/*/{store.TAGS}")]  # fmt: skip
+        folders = sorted((tags.parent for tags in kept), key=store.ended_ms)
         for folder in folders:  # first, so that a runner publishes them even if we are killed
             runs.marker(folder).unlink(missing_ok=True)
         aside = _set_aside() if runs.own() else ()
@@ -48,12 +51,12 @@ def rebuild(console: Console) -> Rebuilt:
         refused: dict[Path, str] = {}
         with Progress(console=console, transient=True) as progress:
             for folder in progress.track(whole, description="publishing"):
-                with store.claim(store.key_of(folder)) as ours:
-                    if ours:
-                        try:
+                try:
+                    with store.claim(store.key_of(folder)) as ours:
+                        if ours:
                             runs.publish(folder)
-                        except runs.StoreRejected as e:
-                            refused[folder] = str(e)
+                except runs.StoreRejected as e:
+                    refused[folder] = str(e)
     published = [f for f in whole if f not in refused]
     describe({str(store.read(f / store.RESULT).get("experiment")) for f in published})
     results = sum(f.parent.name == "results" for f in published)
@@ -64,28 +67,31 @@ def describe(names: Collection[str]) -> None:
     """Mark what newer results supersede, write question, today's answer, links and commands to the
     pages of these experiments, unless somebody wrote a text there, and a report to their artifacts.
     Raises StoreUnreachable, StoreCorrupt, or OSError."""
-    folders = store.listed("results")
+    folders, backend = store.listed("results"), runs.backend()
     every = (f for f in folders if presence.names(f)[0] in names and store.intact(f))
-    newest, backend = report.newest(every), runs.backend()
+    newest = report.newest(every)
     for experiment in backend.experiments() if newest and runs.has_database() else ():
         part = [run for run in newest if run.experiment in names_of(experiment)]
-        if part:
-            current = {(run.folder.name, run.rival) for run in part}
-            runs.supersede(experiment.experiment_id, current)
+        if not part:
+            continue
+        runs.supersede(experiment.experiment_id, {(run.folder.name, run.rival) for run in part})
         before = experiment.tags.get(mlflow_view.NOTE, "")
-        if part and (not before or before.endswith(mlflow_view.OWN)):
+        if not before or before.endswith(mlflow_view.OWN):
+            note = _note(backend, experiment, part)
             with backend.reaching():
-                backend.client.set_experiment_tag(
-                    experiment.experiment_id, mlflow_view.NOTE, _note(backend, experiment, part)
-                )
+                backend.client.set_experiment_tag(experiment.experiment_id, mlflow_view.NOTE, note)
 
 
 def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:
     asking = min(part, key=lambda run: "notebook" not in run.tags)  # not one by hand
     answer, page = report.answer(part), f"`specexp report {shlex.quote(experiment.name)}`"
-    with contextlib.suppress(OSError, StoreUnreachable):  # the command makes it later
-        if there := backend.keep(experiment, report.write(part, names=[experiment.name])):
-            page = f"[one page]({there})"
+    location = experiment.artifact_location
+    if location.startswith(PROXIED):  # so that the UI has a link to it
+        with contextlib.suppress(OSError, StoreUnreachable):  # the command makes it later
+            file = report.write(part, names=[experiment.name])
+            backend.put(location, file.parent, [file])
+            below = quote(f"{location.removeprefix(PROXIED).strip('/')}/{file.name}")
+            page = f"[one page](./api/2.0/mlflow-artifacts/artifacts/{below})"
     if doubtful := sum(bool(run.doubts()) for run in part):
         answer += f" Timings of {doubtful} of {len(part)} runs are doubtful: the report says why."
     commands, title = report.again(part), asking.question()[0]
@@ -95,25 +101,15 @@ def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:
 def show(rebuilt: Rebuilt, console: Console) -> None:
     """Print what was done."""
     lines = [
-        f"published {rebuilt.results} results and {rebuilt.failures} failures to {runs.where()}"
-    ]
-    lines += [f"left out, as it is damaged: {path}" for path in rebuilt.torn]
-    lines += [
-        f"left out, as MLflow refused it: {path}: {why}" for path, why in rebuilt.refused.items()
+        f"published {rebuilt.results} results and {rebuilt.failures} failures to {runs.where()}",
+        *(f"left out, as it is damaged: {path}" for path in rebuilt.torn),
+        *(f"left out, as MLflow refused it: {p}: {why}" for p, why in rebuilt.refused.items()),
     ]
     if rebuilt.aside:
         names = ", ".join(path.name for path in rebuilt.aside)
         lines += [f"the old files are now {names}: delete them once you have checked the new ones",
                   "restart `specexp ui` or `mlflow server` if one is running"]  # fmt: skip
     console.print(Text("\n".join(lines)), soft_wrap=True)
-
-
-def _committed() -> list[Path]:
-    """Results and failures, oldest first."""
-    tags = [
-        p for name in ("results", "failed") for p in store.root().glob(f"{name}/*/{store.TAGS}")
-    ]
-    return sorted((p.parent for p in tags), key=store.ended_ms)
 
 
 def _set_aside() -> tuple[Path, ...]:

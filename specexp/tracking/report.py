@@ -36,8 +36,11 @@ INERT = ("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--d
          "--disable-background-networking", "--disable-component-update")  # fmt: skip
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_FIGURES = 40  # of one experiment: some megabytes
+FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
 DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
 TIMED = ("speedup/", "latency/", "throughput/")
+BESIDE = {"speedup/at_largest_batch": "{:.2f}x at the largest batch",
+          "fleet/replicas_plain": "plain decoding needs {:.0f}"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,14 @@ class Run:
 
     @cached_property
     def tags(self) -> dict[str, str]:
-        committed = results.load(self.folder / results.TAGS)
-        tags = {**self.record.get("tags", {}), **committed, **self.names.get("tags", {})}
-        texts = {n: str(v) for n, v in tags.items()}
+        committed, renamed = results.load(self.folder / results.TAGS), results.label(self.folder)
+        tags = self.record.get("tags", {}) | committed | renamed.get("tags", {})
+        texts = {name: str(value) for name, value in tags.items()}
         return mlflow_view.beside(texts, self.result["params"], self.rival)
 
     @cached_property
-    def names(self) -> dict[str, Any]:
-        """Its experiment and tags since it was renamed, or an empty dictionary."""
-        return results.label(self.folder)
-
-    @property
     def experiment(self) -> str:
-        return str(self.names.get("experiment", self.record["experiment"]))
+        return str(results.label(self.folder).get("experiment", self.record["experiment"]))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -78,10 +76,8 @@ class Run:
     @property
     def point(self) -> tuple[str, ...]:
         """What two results of a point on a kind of device share, whatever code made them."""
-        params, tags = repr(self.record["params"]), self.tags
-        return (
-            self.experiment, tags.get("notebook", ""), tags.get("device", ""), params, self.rival,
-        )  # fmt: skip
+        notebook, device = (self.tags.get(name, "") for name in ("notebook", "device"))
+        return self.experiment, notebook, device, repr(self.record["params"]), self.rival
 
     @property
     def label(self) -> str:
@@ -115,24 +111,24 @@ class Run:
 
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
-        metrics, tags = self.metrics, self.tags
+        metrics, tags, reasons = self.metrics, self.tags, list[str]()
         simulated = tags.get("simulated", "")
         if all(results.is_simulated(n, simulated) for n in metrics if n.startswith(TIMED)):
-            return []
-        reasons = []
-        speedup, length = metrics.get("speedup/measured"), metrics.get("acceptance/length")
-        predicted = metrics.get("speedup/predicted")
-        if speedup and length and speedup > theory.BEYOND * length:
+            return reasons
+        speedup, length = metrics.get("speedup/measured", 0), metrics.get("acceptance/length")
+        if length and speedup > theory.BEYOND * length:
             reasons.append(
                 f"a speedup of {speedup:.2f}x with {length:.2f} tokens per target pass is not "
                 "credible"
             )
-        if speedup and predicted and not 1 / theory.MISSED < speedup / predicted < theory.MISSED:
+        predicted = metrics.get("speedup/predicted") or speedup
+        if speedup and not 1 / theory.MISSED < speedup / predicted < theory.MISSED:
             reasons.append(f"{speedup:.2f}x was measured where {predicted:.2f}x was predicted")
         if (drift := _drift(self.rounds)) > DRIFT:
             reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
-        load, threads = (_number(tags.get(name, "")) for name in ("load", "threads"))
-        if tags.get("device") == "cpu" and load > threads + 1 > 1:
+        numbers = [tags.get("load"), tags.get("threads")]
+        load, threads = pd.to_numeric(pd.Series(numbers), errors="coerce")
+        if tags.get("device") == "cpu" and load > threads + 1:
             reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
         if tags.get("together") == "yes":
             reasons.append("other points ran beside it")
@@ -162,13 +158,6 @@ def _plain(markdown: str) -> str:
     return re.sub(r"\*\*|`|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)", "", " ".join(markdown.split()))
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
-
-
 def _drift(rounds: pd.DataFrame) -> float:
     """Plain decoding's seconds per token in the slowest repeat over those in the fastest, at the
     batch size where they differ most; 1 without repeats."""
@@ -188,18 +177,18 @@ def _drift(rounds: pd.DataFrame) -> float:
 def of(what: str) -> list[Run]:
     """The runs of an experiment, of a grid file or of a result folder: of each point the newest.
     Raises UserError if there are none."""
-    path = Path(what)
+    path, every = Path(what), results.listed("results")
     if (path / results.RESULT).is_file():
-        return newest(filter(results.intact, [path]))
-    if path.suffix in (".yaml", ".yml"):
+        wanted, hint = newest(filter(results.intact, [path])), "it is damaged"
+    elif path.suffix in (".yaml", ".yml"):
         keys = results.keys_of(path.stem)
-        named = [f for f in results.listed("results") if f.name in keys]
+        named = [folder for folder in every if folder.name in keys]
         wanted = newest(filter(results.intact, named))
         hint = f"make them with `specexp grid run {what}`"
     else:
-        every = newest(filter(results.intact, results.listed("results")))
-        wanted = [run for run in every if run.experiment == what]
-        names = ", ".join(sorted({run.experiment for run in every}))
+        everything = newest(filter(results.intact, every))
+        wanted = [run for run in everything if run.experiment == what]
+        names = ", ".join(sorted({run.experiment for run in everything}))
         hint = f"there are some of {names}" if names else "run a grid or a notebook first"
     if not wanted:
         raise UserError(f"no results of {what} in {results.root()}: {hint}")
@@ -242,12 +231,13 @@ def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
         clear = "certainly faster" if low > answer.even else "certainly slower"
         clear = "a doubtful timing" if best.doubts() else clear
         text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
-    if "speedup/at_largest_batch" in best.metrics:
-        text += f"; {best.metrics['speedup/at_largest_batch']:.2f}x at the largest batch"
-    if "fleet/replicas_plain" in best.metrics:
-        text += f"; plain decoding needs {best.metrics['fleet/replicas_plain']:.0f}"
-    text += f". It is the best of {many} runs" if many > 1 else ""
-    if many == 1 or not known:
+    for metric, words in BESIDE.items():
+        if metric in best.metrics:
+            text += f"; {words.format(best.metrics[metric])}"
+    if many == 1:
+        return f"{text}."
+    text += f". It is the best of {many} runs"
+    if not known:
         return f"{text}."
     others = ((run.label, *_interval(answer, run, many)) for run in having if run is not best)
     close = [label for label, least, most in others if most >= low and least <= high]
@@ -270,21 +260,18 @@ def _interval(answer: mlflow_view.Answer, run: Run, many: int) -> tuple[float, f
 
 def exactness(part: Sequence[Run]) -> str:
     """Whether the output was the target's, in how many runs and tokens."""
-    checked = [run for run in part if "exact/pass" in run.metrics]
+    checked = [run.metrics for run in part if "exact/pass" in run.metrics]
     if not checked:
         return "No run checked whether its output is the target's."
-    passed = sum(run.metrics["exact/pass"] == 1 for run in checked)
-    tokens = sum(run.metrics.get("exact/tokens", 0) for run in checked)
-    bugs = sum(run.metrics.get("exact/bugs", 0) for run in checked)
+    passed = sum(metrics["exact/pass"] == 1 for metrics in checked)
+    tokens = sum(metrics.get("exact/tokens", 0) for metrics in checked)
     text = f"The output was the target's in {passed} of {len(checked)} checked runs"
     text += f" ({tokens:,.0f} tokens compared"
-    seen = [
-        m["exact/detectable_tv"] for run in checked if "exact/detectable_tv" in (m := run.metrics)
-    ]
-    text += (
-        f"; a total variation of {max(seen):.2g} in the mean of draws would show)" if seen else ")"
-    )
+    if smallest := [m["exact/detectable_tv"] for m in checked if "exact/detectable_tv" in m]:
+        text += f"; a total variation of {max(smallest):.2g} in the mean of draws would show"
+    text += ")"
     if passed < len(checked):
+        bugs = sum(metrics.get("exact/bugs", 0) for metrics in checked)
         text += f"; the others use a lossy rule or have a bug ({bugs:.0f} differences)"
     unchecked = len(part) - len(checked)
     return f"{text}; {unchecked} unchecked." if unchecked else f"{text}."
@@ -318,28 +305,22 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     title, prose = part[0].question()
     drawn = ((run.label, name, image) for run in part for name, image in run.figures())
     figures = list(islice(drawn, MOST_FIGURES))
-    doubts = [run.doubts() for run in part]
+    labels, doubts = [run.label for run in part], dict[str, list[str]]()
+    for run in part:
+        for reason in run.doubts():
+            doubts.setdefault(reason, []).append(run.label)
     table = compare.overview(frame(part).drop(columns="experiment"))
-    labels = [run.label for run in part]
     table = table[[name for name in table if list(table[name]) != labels]]
     table.insert(0, "run", labels)
+    made_with = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in FACTS}
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
-        "exactness": exactness(part), "doubts": _together(labels, doubts),
-        "environment": _environment(part), "again": again(part),
+        "exactness": exactness(part), "doubts": doubts, "environment": made_with,
+        "again": again(part),
         "runs": [(run.tags.get("name", run.label), run.folder.name, run.link) for run in part],
     }  # fmt: skip
-
-
-def _together(labels: Sequence[str], doubts: Sequence[list[str]]) -> list[tuple[str, str]]:
-    """Each reason for doubt, after the runs that it is said of."""
-    doubted: dict[str, list[str]] = {}
-    for label, reasons in zip(labels, doubts, strict=True):
-        for reason in reasons:
-            doubted.setdefault(reason, []).append(label)
-    return [(", ".join(names), reason) for reason, names in doubted.items()]
 
 
 def frame(part: Sequence[Run]) -> pd.DataFrame:
@@ -354,24 +335,15 @@ def frame(part: Sequence[Run]) -> pd.DataFrame:
     )
 
 
-def _environment(part: Sequence[Run]) -> list[tuple[str, str]]:
-    """Each fact about machine, versions and settings, with all values that the runs have."""
-    names = [*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty"]
-    values = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in names}
-    return [(name, " / ".join(texts)) for name, texts in values.items() if texts]
-
-
 def again(part: Sequence[Run]) -> list[str]:
-    """The commands that run these points again, for a shell."""
+    """The commands that run these points again, for a shell; none if no grid ran them."""
+    gridded = [run.tags for run in part if "grid" in run.tags]
+    files = {tags.get("grid.file") or f"{tags['grid']}.yaml" for tags in gridded}
     commits = {run.tags.get("git.commit", "") for run in part}
-    commit = next(iter(commits)) if len(commits) == 1 else ""
-    commands = [f"git checkout {commit}"] if re.fullmatch("[0-9a-f]{40}", commit) else []
-    grids = sorted({run.tags["grid"] for run in part if "grid" in run.tags})
-    for grid in grids:
-        shipped = Path("notebooks", "grids", f"{grid}.yaml")
-        file = shipped if (results.ROOT / shipped).is_file() else Path(shipped.name)
-        commands.append(f"specexp grid run {shlex.quote(str(file))}")
-    return commands if grids else []
+    commit = commits.pop() if len(commits) == 1 else ""
+    checkout = [f"git checkout {commit}"] if re.fullmatch("[0-9a-f]{40}", commit) else []
+    grids = [f"specexp grid run {shlex.quote(file)}" for file in sorted(files)]
+    return [*checkout, *grids] if grids else []
 
 
 def write(everything: Sequence[Run], out: Path | None = None, names: Collection[str] = ()) -> Path:

@@ -6,7 +6,6 @@ lock files, `grids/` the run keys of each grid. Locks are `flock` locks, which t
 when their holder dies. This module knows nothing of MLflow or notebooks.
 """
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -61,6 +60,11 @@ def listed(name: str) -> list[Path]:
     return sorted(path.iterdir()) if path.is_dir() else []
 
 
+def from_root(path: Path) -> str:
+    """A path in the repository, from there; "" for one elsewhere."""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+
+
 def identity() -> str:
     """A random id that tells this store from others on the same server; created at first use."""
     path = folder("") / "id"
@@ -69,7 +73,7 @@ def identity() -> str:
     if not path.exists():
         new = path.with_name(f"id-{uuid.uuid4().hex[:12]}")
         new.write_text(new.name.removeprefix("id-"))
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             os.link(new, path)  # atomic: the first process wins, and nobody reads half an id
         new.unlink()
     return path.read_text()
@@ -99,8 +103,9 @@ def claim(key: str) -> Iterator[bool]:
         yield False
         return
     try:
+        command = redact.hide(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))[:150]
         os.truncate(descriptor, 0)
-        os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}: {_command()}".encode())
+        os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}: {command}".encode())
         yield True
     finally:
         path.unlink(missing_ok=True)
@@ -149,10 +154,6 @@ def holder(key: str) -> str | None:
 def claims() -> dict[str, str]:
     """Every claimed key and its holder."""
     return {path.name: who for path in listed("claims") if (who := holder(path.name))}
-
-
-def _command() -> str:
-    return redact.hide(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))[:150]
 
 
 @contextmanager
@@ -229,13 +230,9 @@ def now_ms() -> int:
 
 
 def ended_ms(folder: Path) -> int:
-    """When a result or failed attempt ended. Older ones do not record it: when tags.json was
-    written; 0 if that is gone."""
-    if isinstance(ended := read(folder / TAGS).get("ended"), int):
-        return ended
-    with suppress(FileNotFoundError):
-        return (folder / TAGS).stat().st_mtime_ns // 1_000_000
-    return 0
+    """When a result or failed attempt ended, in milliseconds; 0 if it does not say."""
+    ended = read(folder / TAGS).get("ended")
+    return ended if isinstance(ended, int) else 0
 
 
 def finish(attempt: Path) -> bool:
@@ -341,9 +338,9 @@ def sound(check: Callable[[], bool]) -> bool:
     except (KeyError, TypeError, ValueError):
         return False
     except OSError as e:
-        if e.errno in DAMAGE:
-            return False
-        raise
+        if e.errno not in DAMAGE:
+            raise
+        return False
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -40,8 +40,8 @@ REMEDY = "; results are safe: rebuild it with `specexp store rebuild`"
 Series = Mapping[str, Sequence[float] | Mapping[int, float]]
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,80}")
 _RUNNERS = {
-    "attempt", "ended", "error", "error.kind", "grid", "name", "notebook", "published", "rival",
-    "run_key", "seconds", "status", "store", mlflow_view.SUPERSEDED, "together", "where",
+    "attempt", "ended", "error", "error.kind", "grid", "grid.file", "name", "notebook", "published",
+    "rival", "run_key", "seconds", "status", "store", mlflow_view.SUPERSEDED, "together", "where",
 }  # fmt: skip
 
 
@@ -110,31 +110,35 @@ def log(
     }
     if rivals:
         record["rivals"] = {drafter: _measured(*rival) for drafter, rival in rivals.items()}
-    problems = mlflow_view.problems_of(record)
-    problems += [
-        f"the tag {n!r} is the runner's own: rename it" for n in tags or () if _reserved(n)
+    tables, figures = tables or {}, figures or {}
+    problems = [
+        *mlflow_view.problems_of(record),
+        *(f"the tag {n!r} is the runner's own: rename it" for n in tags or () if _reserved(n)),
+        *(
+            f"names of tables and figures have letters, digits, - and _, not {n!r}"
+            for n in (*tables, *figures)
+            if not _FILE.fullmatch(n)
+        ),
     ]
     if problems:
         raise UserError("; ".join(problems))
     if attempt_folder := os.environ.get("SPECEXP_ATTEMPT"):
-        _write(Path(attempt_folder), record, tables or {}, figures or {})
+        _write(Path(attempt_folder), record, tables, figures)
         return
     key = f"byhand-{uuid.uuid4().hex[:10]}"
     with results.claim(key):
         attempt = results.new_attempt(key)
-        _write(attempt, record, tables or {}, figures or {})
+        _write(attempt, record, tables, figures)
         name = f"{mlflow_view.run_name(params, mlflow_view.SIGNS) or experiment} by hand"
         result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
         try:
             with results.alone("setup"):
                 initialise()
             publish(result)
-        except StoreRejected as e:
-            print(f"kept in {result}; MLflow refused it: {e}")
-            return
         except StoreUnreachable as e:
-            retry = "publish it later with `specexp store rebuild`"
-            print(f"kept in {result}; not in MLflow yet, {retry}: {e}")
+            why = "not in MLflow yet, publish it later with `specexp store rebuild`"
+            why = "MLflow refused it" if isinstance(e, StoreRejected) else why
+            print(f"kept in {result}; {why}: {e}")
             return
     print(f"logged to {where()}; compare with: specexp ui")
 
@@ -163,18 +167,11 @@ def _write(
     if (attempt / results.RESULT).exists():
         raise UserError("this notebook called track.log before: one run logs once")
     for name, table in tables.items():
-        table.to_parquet(attempt / f"{_file_name(name)}.parquet")
+        table.to_parquet(attempt / f"{name}.parquet")
     for name, figure in figures.items():
         (attempt / "figures").mkdir(exist_ok=True)
-        path = attempt / "figures" / f"{_file_name(name)}.png"
-        figure.savefig(path, dpi=110, bbox_inches="tight")
+        figure.savefig(attempt / "figures" / f"{name}.png", dpi=110, bbox_inches="tight")
     (attempt / results.RESULT).write_text(json.dumps(record, indent=1))
-
-
-def _file_name(name: str) -> str:
-    if not _FILE.fullmatch(name):
-        raise UserError(f"names of tables and figures have letters, digits, - and _, not {name!r}")
-    return name
 
 
 def _reserved(tag: object) -> bool:
@@ -228,14 +225,17 @@ def experiment_id(name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     store, mlflow = backend(), client()
-    experiment = mlflow.get_experiment_by_name(name)
-    if experiment is None:
-        experiment = next((e for e in store.experiments() if names_of(e)[1] == name), None)
+
+    def find() -> Any:
+        made_as = (e for e in store.experiments() if names_of(e)[1] == name)
+        return mlflow.get_experiment_by_name(name) or next(made_as, None)
+
+    experiment = find()
     if experiment is None:
         try:
             return str(mlflow.create_experiment(name, store.location(name), {MADE_AS: name}))
         except MlflowException:  # another process has just created it
-            experiment = mlflow.get_experiment_by_name(name)
+            experiment = find()
             if experiment is None:
                 raise
     if experiment.lifecycle_stage == "deleted":
@@ -255,25 +255,18 @@ def marker(folder: Path) -> Path:
     return folder / f"{results.MARKER}-{results.digest(backend().uri.encode())[:8]}"
 
 
-def _is_added(path: Path, folder: Path) -> bool:
-    """Whether this is the label, or a file that `marker` names, for any store."""
-    names = (results.MARKER, results.LABEL)
-    return path.parent == folder and path.name.partition("-")[0] in names
-
-
 def publishable(folder: Path) -> bool:
     """Whether a result is intact and valid for MLflow, or enough of a failed attempt is left to be
     published: those are not fsynced.
 
     Raises OSError if that cannot be determined now.
     """
-    if folder.parent.name == "results":
-        record = folder / results.RESULT
-        return results.intact(folder) and results.sound(
-            lambda: not mlflow_view.problems_of(results.load(record))
-        )
+    if folder.parent.name == "results" and not results.intact(folder):
+        return False
 
     def tells_enough() -> bool:
+        if folder.parent.name == "results":
+            return not mlflow_view.problems_of(results.load(folder / results.RESULT))
         tags, point = results.load(folder / results.TAGS), results.load(folder / results.POINT)
         described = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
         return described and {"experiment", "params"} <= point.keys()
@@ -297,7 +290,9 @@ def publish(folder: Path) -> str:
 
 def _publish(folder: Path) -> list[str]:
     """Create and fill its run and those of its rivals, mark them as whole, then delete the runs
-    that they replace."""
+    that they replace. A failure whose point has succeeded since is not shown."""
+    from mlflow.entities import RunTag
+
     store = backend()
     label = results.label(folder)
     tags = results.load(folder / results.TAGS) | label.get("tags", {})
@@ -305,45 +300,31 @@ def _publish(folder: Path) -> list[str]:
     status, _ = tags.pop("status"), tags.pop("ended", None)
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
     experiment = experiment_id(label.get("experiment", record["experiment"]))
-    same_key = f"tags.run_key = '{tags['run_key']}'"
+    before = store.runs(experiment, f"tags.run_key = '{tags['run_key']}'")
+    ended = results.ended_ms(folder)
+    for run in before:
+        succeeded = is_ours(run) and is_whole(run) and run.info.status == "FINISHED"
+        if status != "FINISHED" and succeeded and run.info.end_time > ended:
+            return [str(run.info.run_id)]
     same = {
-        rival_of(r): r
-        for r in store.runs(experiment, same_key)
-        if is_whole(r)
-        and (
-            r.data.tags.get("attempt") == tags["attempt"]
-            or (status != "FINISHED" and _succeeded_since(r, folder))
-        )
+        rival_of(run): str(run.info.run_id)
+        for run in before
+        if is_whole(run) and run.data.tags.get("attempt") == tags["attempt"]
     }
     run_ids: list[str] = []
     for rival, part in results.runs_in(record).items():
         named = mlflow_view.beside(tags, record["params"], rival)
-        new = (folder, experiment, status, named, part, *run_ids[:1])
-        run_ids += [_renew(same[rival], named) if rival in same else _create_run(*new)]
-    for old in store.runs(experiment, same_key):
+        if run_id := same.get(rival):  # its store or name may be another one now
+            store.client.update_run(run_id, name=named.pop("name", None))
+            store.client.log_batch(run_id, tags=[RunTag(n, text) for n, text in named.items()])
+        else:
+            run_id = _create_run(folder, experiment, status, named, part, *run_ids[:1])
+        run_ids.append(run_id)
+    for old in store.runs(experiment, f"tags.run_key = '{tags['run_key']}'"):
         stays = is_whole(old) and old.info.status == "FINISHED" != status
         if old.info.run_id not in run_ids and is_ours(old) and not stays:
             store.client.delete_run(old.info.run_id)
     return run_ids
-
-
-def _renew(run: Any, tags: dict[str, str]) -> str:
-    """Give a run the store and names of a folder that was published as it before."""
-    from mlflow.entities import RunTag
-
-    mlflow, run_id, before = client(), str(run.info.run_id), run.data.tags
-    if before.get("attempt") == tags["attempt"]:
-        if tags.get("name", run.info.run_name) != run.info.run_name:
-            mlflow.update_run(run_id, name=tags["name"])
-        new = {n: t for n, t in tags.items() if n != "name" and before.get(n) != t}
-        mlflow.log_batch(run_id, tags=[RunTag(n, t) for n, t in new.items()])
-    return run_id
-
-
-def _succeeded_since(run: Any, folder: Path) -> bool:
-    """Whether this run finished after the failure in the folder, which is then not published."""
-    later = run.info.end_time > results.ended_ms(folder)
-    return later and is_ours(run) and run.info.status == "FINISHED"
 
 
 def _create_run(
@@ -353,8 +334,7 @@ def _create_run(
     """`main`: the run that keeps the files, if this is one of a rival."""
     from mlflow.entities import Metric, Param, RunTag
 
-    store, mlflow = backend(), client()
-    ended = results.ended_ms(folder)
+    mlflow, ended = client(), results.ended_ms(folder)
     started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
@@ -368,8 +348,9 @@ def _create_run(
         mlflow.set_experiment_tag(experiment, mlflow_view.TAG, view)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    kept = () if main else results.files_in(folder)
-    store.put(run, folder, [p for p in kept if not _is_added(p, folder)])
+    added = set() if main else {*folder.glob(f"{results.MARKER}*"), folder / results.LABEL}
+    kept = [] if main else [path for path in results.files_in(folder) if path not in added]
+    backend().put(run.info.artifact_uri, folder, kept)
     mlflow.set_terminated(run.info.run_id, status, ended)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)

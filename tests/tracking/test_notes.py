@@ -30,7 +30,7 @@ def asking(written, monkeypatch):
     return written
 
 
-def test_grid_run_and_rebuild_write_question_answer_link_and_commands(store, asking):
+def test_grid_run_and_rebuild_write_question_answer_link_and_commands(store, asking, tmp_path):
     assert go(asking(1, 2))[0] == 0
     text = note()
     experiment = track.experiment_id("grid of trifles")
@@ -39,7 +39,7 @@ def test_grid_run_and_rebuild_write_question_answer_link_and_commands(store, ask
     assert "1.25x" in text
     assert "best of 2 runs" in text
     assert f"(./#/experiments/{experiment}/runs?viewStateShareKey=specexp" in text
-    assert "specexp grid run trivial.yaml\n```" in text
+    assert f"specexp grid run {tmp_path}/trivial.yaml\n```" in text, "with its folder"
     page = store / "artifacts" / "grid-of-trifles" / "grid-of-trifles.html"
     assert "2 runs" in page.read_text()
     assert f"[one page](./api/2.0/mlflow-artifacts/artifacts/{'/'.join(page.parts[-2:])})" in text

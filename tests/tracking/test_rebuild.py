@@ -122,11 +122,11 @@ def test_rebuild_that_was_killed_leaves_nothing_half_elsewhere(filled, monkeypat
     for _ in range(2):  # one run gets its files, then we are killed
         budget = [None]
 
-        def dies(self, run, folder, files, budget=budget):
+        def dies(self, location, folder, files, budget=budget):
             if not budget:
                 raise KeyboardInterrupt
             budget.pop()
-            real(self, run, folder, files)
+            real(self, location, folder, files)
 
         monkeypatch.setattr(Backend, "put", dies)
         with pytest.raises(KeyboardInterrupt):

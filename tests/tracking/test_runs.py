@@ -101,6 +101,12 @@ def test_unpublishable_names_and_values_are_refused(store, metrics, series, said
     assert track.runs().empty
 
 
+def test_names_that_are_no_files_are_refused_before_anything_is_written(store):
+    with pytest.raises(UserError, match=r"letters, digits, - and _, not '\.\./x'; .* not 'a b'"):
+        track.log("mine", {}, METRICS, tables={"../x": pd.DataFrame()}, figures={"a b": None})
+    assert not list((store / "attempts").glob("*"))
+
+
 @pytest.mark.parametrize(
     "tags", [{"n": 3}, {"l": [1]}, {"": "x"}, {"a%": "x"}, {1: "x"}, {"long": "x" * 5001}]
 )
@@ -341,6 +347,19 @@ def test_run_says_its_answer_with_its_interval(store, metrics, tags, answer, des
 )
 def test_run_name_says_what_varies(params, varying, name):
     assert view.run_name(params, varying) == name
+
+
+def test_run_names_tell_paths_with_equal_ends_apart(store):
+    far = ["/models/a/draft", "/models/b/draft", "ngram"]
+    names = [view.run_name({"drafter": d, "x": 1}, ["drafter"], {"drafter": far}) for d in far]
+    assert names == ["a/draft", "b/draft", "ngram"]
+    tags, params = {"name": "a/draft γ=3"}, {"drafter": far[0], "rivals": far[1:]}
+    beside = [view.beside(tags, params, rival)["name"] for rival in far[1:]]
+    assert beside == ["b/draft γ=3", "ngram γ=3"]
+    assert view.run_name(params | {"gamma": 3}, ["gamma"]) == tags["name"]
+    track.log("mine", params, METRICS, rivals=dict.fromkeys(far[1:], (METRICS, {})))
+    shown = {f"{name} by hand" for name in ("a/draft", "b/draft", "ngram")}
+    assert set(track.runs("mine")["name"]) == shown
 
 
 def test_ui_imports_nothing_from_the_current_folder(store, tmp_path, monkeypatch):
