@@ -9,11 +9,10 @@ prompt lookup finds nothing in it.
 **alpha** is the probability at temperature 0 that a draft token of a chain is accepted, given
 that those before it were: the share of positions of the target's greedy output where the draft,
 given the tokens before, has the same most probable token. The factor is found by bisection on that
-share, in the dtype that is written: for shapes wider than 512, on a model of the same depth and
-width 512; then, if the shape is small enough to run anywhere, on the model itself. Because the
-spread of the weights follows the width (`draw`), agreement depends on depth alone: at 12 layers
-damped by 0.04 it is 0.82, 0.82, 0.81 and 0.82 for widths of 128, 256, 512 and 1024 (± 0.009,
-bfloat16).
+share, in the dtype that is written, and for shapes wider than 512 on a model of the same depth and
+width 512: because the spread of the weights follows the width (`draw`), agreement depends on depth
+alone. At 12 layers damped by 0.04 it is 0.82, 0.82, 0.81 and 0.82 for widths of 128, 256, 512 and
+1024 (± 0.009, bfloat16).
 
 Random logits are flatter than learned ones: the best two of 4096 differ by a quarter of the logits'
 standard deviation. So bfloat16 rounding changes 4 to 7 % of the argmaxes (compared with float32 and
@@ -94,7 +93,6 @@ SHAPES = {
     "8B": Shape(32, 4096, 14_336, 32, 8, draft=4),  # Llama 3
     "70B": Shape(80, 8192, 28_672, 64, 8, draft=10),  # Llama 3
 }
-RUNS_ANYWHERE = 500_000_000  # most parameters of a model that is calibrated on itself
 NARROW = 512
 LEAST, MOST = 1e-4, 4.0  # range of damping factors
 
@@ -161,13 +159,13 @@ def _shape_of(params: str, alpha: float | None, damp: float | None, dtype: str) 
 
 
 def _check_room(params: str, pair: list[Shape], out: Path, dtype: str, alpha: float | None) -> None:
-    """Raise UserError unless the disk has room for both models, and memory for twice the largest
-    of the embeddings and the models run to calibrate."""
+    """Raise UserError unless the disk has room for both models, and memory for twice the larger of
+    the embeddings and the model run to calibrate."""
     existing = next(folder for folder in (out.resolve(), *out.resolve().parents) if folder.exists())
     free = {"disk": shutil.disk_usage(existing).free, "memory": free_memory(torch.device("cpu"))}
-    sizes = [pair[-1].rows * pair[-1].width * DTYPES[dtype].itemsize]
-    sizes += [_bytes(trial, dtype) for trial in _trials(pair[-1])] if alpha else []
-    need = {"disk": sum(_bytes(shape, dtype) for shape in pair), "memory": 2 * max(sizes)}
+    embeddings = pair[-1].rows * pair[-1].width * DTYPES[dtype].itemsize
+    most = max(embeddings, _bytes(_trial(pair[-1]), dtype) if alpha else 0)
+    need = {"disk": sum(_bytes(shape, dtype) for shape in pair), "memory": 2 * most}
     for what, advice in {"disk": "choose another with --out", "memory": "free some"}.items():
         if need[what] > free[what]:
             raise UserError(
@@ -254,12 +252,9 @@ def write(shape: Shape, folder: Path, damp: float, dtype: str, seed: int) -> Non
 
 def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, Any]:
     """The damping factor for alpha, and the agreement that it gives on new prompts."""
-    low, high = LEAST, MOST
-    for trial in _trials(shape):
-        model = _drawn(trial, dtype, seed)
-        measure = partial(_share, model, trial, seed=seed)
-        damp = bisect(measure, alpha, low, high, f"alpha {alpha}, width {trial.width}")
-        low, high = damp / 1.5, damp * 1.5
+    trial = _trial(shape)
+    model = _drawn(trial, dtype, seed)
+    damp = bisect(partial(_share, model, trial, seed=seed), alpha, LEAST, MOST)
     _damp(model, trial, damp, seed)
     _, agrees = agreement(model, trial.draft, rows=16, new=128, seed=1)
     reached = agrees.float().mean().item()
@@ -273,11 +268,11 @@ def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, A
     }  # fmt: skip
 
 
-def _trials(shape: Shape) -> list[Shape]:
-    """The shapes to calibrate on, in this order."""
-    narrow = replace(shape, width=NARROW, hidden=1792, heads=8, kv_heads=2, rows=VOCABULARY)
-    wide = [narrow] if shape.width > NARROW else []
-    return wide + ([shape] if shape.parameters <= RUNS_ANYWHERE else [])
+def _trial(shape: Shape) -> Shape:
+    """The shape to calibrate on."""
+    if shape.width <= NARROW:
+        return shape
+    return replace(shape, width=NARROW, hidden=1792, heads=8, kv_heads=2, rows=VOCABULARY)
 
 
 def _drawn(shape: Shape, dtype: str, seed: int) -> Any:
@@ -319,11 +314,9 @@ def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[T
     return torch.cat(text, 1), torch.cat(agrees, 1)
 
 
-def bisect(
-    measure: Callable[[float], float], alpha: float, low: float, high: float, what: str = ""
-) -> float:
+def bisect(measure: Callable[[float], float], alpha: float, low: float, high: float) -> float:
     """The factor at which a decreasing `measure` is within 0.004 of alpha, or the 12th tried."""
-    with tqdm(desc=what, unit="try") as bar:
+    with tqdm(desc=f"alpha {alpha}", unit="try") as bar:
         for _ in range(12):
             damp = math.sqrt(low * high)
             rate = measure(damp)
