@@ -20,7 +20,7 @@ def bench(
     ctx: typer.Context,
     suites: Annotated[
         list[str] | None,
-        typer.Argument(help="peers, roofline, round, scale; default: all.", metavar="[SUITE]..."),
+        typer.Argument(help="peers, roofline, round; default: all.", metavar="[SUITE]..."),
     ] = None,
     target: opt.Target = opt.default("target"),
     drafter: opt.Drafter = opt.default("drafter"),
@@ -29,7 +29,7 @@ def bench(
     sampling: opt.OwnSampling = opt.default("sampling"),
     batches: Annotated[
         str,
-        opt.option("batches", "Such as 1,8: of scale; peers uses the largest up to 8."),
+        opt.option("batches", "Such as 1,8: peers uses the largest up to 8."),
     ] = "1,2,4,8,16",
     prompts: Annotated[
         str,
@@ -59,8 +59,8 @@ def bench(
     """Is this machine limited by its hardware or by the toolkit? All timings are interleaved.
 
     peers: other engines at the same work. roofline: a pass against memory bandwidth and its bare
-    matrix products. round: where a round's time goes. scale: cost of a pass over batch, tokens and
-    context. Takes two to four minutes for the zoo's models on two cores.
+    matrix products. round: where a round's time goes. Takes two to three minutes for the zoo's
+    models on two cores. What batch, tokens and context cost: `specexp profile`.
     """
     from specexp import api
     from specexp.figures import hardware

@@ -7,11 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from specexp.errors import counted
-from specexp.figures.style import DOUBTFUL, share, times
+from specexp.figures.style import share, times
 from specexp.measure.hardware.phases import PHASES
 from specexp.measure.hardware.suites import WORK
-
-AXES = {"batch": "rows", "tokens": "tokens a row", "context": "slots"}
 
 
 def heading(about: dict[str, Any]) -> str:
@@ -32,17 +30,17 @@ def so_far(interrupted: dict[str, dict[str, list[float]]]) -> str:
 def tables(name: str, suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     """A suite's tables, and the notes below them."""
     views: dict[str, Callable[[dict[str, Any]], tuple[list[Table], list[str]]]] = {
-        "peers": _peers, "roofline": _roofline, "round": _round, "scale": _scale,
+        "peers": _peers, "roofline": _roofline, "round": _round,
     }  # fmt: skip
     return views[name](suite)
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
+def _table(title: str, *columns: str) -> Table:
     table = Table(*columns, title=title, title_justify="left", title_style="", box=None,
                   header_style="bold")  # fmt: skip
     for at, column in enumerate(table.columns):
         column.no_wrap, column.overflow = True, "fold"
-        column.justify = "right" if at >= left else "left"
+        column.justify = "right" if at else "left"
     return table
 
 
@@ -130,26 +128,3 @@ def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         f"acceptance length {accepted['length']:.2f}: speedup {times(speedup['measured'])} "
         f"measured, {speedup['from_passes']:.2f}x predicted from acceptance and the passes alone",
     ]
-
-
-def _scale(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
-    table = _table(
-        f"scale: a pass over one row, one token and {suite['context']} slots, one axis varied at a "
-        f"time; {suite['turns']} turns", "axis", "", "ms", "over the first", left=2,
-    )  # fmt: skip
-    last = None
-    for row in suite["rows"]:
-        axis = AXES[row["axis"]] if row["axis"] != last else ""
-        table.add_row(axis, str(row["value"]), f"{row['ms']:.2f}", times(row["over_first"]))
-        last = row["axis"]
-    return [table], [fitted(suite["fit"])]
-
-
-def fitted(fit: dict[str, Any]) -> str:
-    """The linear fit of pass costs in words; knee: where the tokens cost as much as the floor."""
-    line = f"a pass takes {fit['floor_ms']:.1f} ms plus {fit['per_token_us']:.0f} µs a token"
-    if fit["knee"]:
-        line += f"; both are equal at about {fit['knee']:.0f} tokens"
-    if fit["r2"] > DOUBTFUL:
-        return f"{line} (R² {fit['r2']:.2f})"
-    return f"{line}: a poor fit (R² {fit['r2']:.2f}); was the machine busy?"

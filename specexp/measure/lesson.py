@@ -20,13 +20,13 @@ from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import CONTEXT, PASSES, a_pass
-from specexp.measure.hardware.suites import TOKENS
 from specexp.measure.one_pairing import lone_tree
 from specexp.measure.prompts import SHIPPED, Prompt
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import Costs
 from specexp.tree import Tree
 
+TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of a pass
 ROWS = 64  # copies of a position that are sampled in one pass
 EXPECTED = 5  # tokens that a bin of the chi-square test should hold
 LEAST = 1e-4  # a p-value below this is no coincidence

@@ -27,7 +27,6 @@ def test_report_in_a_folder_is_named_by_machine(tmp_path, monkeypatch):
 def small(monkeypatch):
     monkeypatch.setattr(roofline, "COPIED", {"cpu": 2**16})
     monkeypatch.setattr(roofline, "PASSES", 2)
-    monkeypatch.setattr(suites, "PASSES", 2)
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_bench_json_prints_only_json(bench):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["rouf"], "suite 'rouf' is unknown; there are peers, roofline, round, scale"),
+        (["rouf"], "suite 'rouf' is unknown; there are peers, roofline, round"),
         (["--gamma", "0"], "gamma is 0"),
         (["--gamma", "-1"], "gamma is -1"),
         (["--repeats", "0"], "repeats is 0"),
@@ -143,7 +142,7 @@ def test_interrupted_bench_keeps_what_it_has_timed(bench, tmp_path, monkeypatch,
 
     monkeypatch.setattr(interleave, "take", interrupted)
     out = tmp_path / "bench.json"
-    code, printed, err = bench("round", "peers", "scale", "--out", str(out), *options)
+    code, printed, err = bench("round", "peers", "roofline", "--out", str(out), *options)
     assert code == 130
     assert "interrupted: peers, after ours plain " in err.splitlines()[-1]
     report = json.loads(out.read_text())

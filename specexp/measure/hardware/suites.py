@@ -1,8 +1,8 @@
 """The suites of `specexp bench`: is this machine limited by its hardware, or by the toolkit?
 
 Interleaved comparisons in one process: `peers` (other engines at the same work), `roofline` (a pass
-against memory bandwidth and its own matrix products), `round` (where a round's time goes) and
-`scale` (how the cost of a pass grows). Every suite returns plain data that JSON can hold.
+against memory bandwidth and its own matrix products) and `round` (where a round's time goes). Every
+suite returns plain data that JSON can hold. (How the cost of a pass grows says `specexp profile`.)
 """
 
 import os
@@ -18,24 +18,21 @@ from specexp import api
 from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.fast import cuda_graphs
-from specexp.measure import interleave, parameters
+from specexp.measure import parameters
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
 from specexp.measure.hardware.machine import described, doubts, emulated
 from specexp.measure.hardware.phases import phases
-from specexp.measure.hardware.roofline import PASSES, a_pass, roofline
+from specexp.measure.hardware.roofline import roofline
 from specexp.measure.prompts import Prompt
 from specexp.models.load import DTYPES
-from specexp.serving.cost_table import Fit
 from specexp.tracking.provenance import version
 
-NAMES = ("peers", "roofline", "round", "scale")
+NAMES = ("peers", "roofline", "round")
 WORK = {
     "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
     "draft over plain": "speculation",
 }  # fmt: skip  # the comparisons of `peers`, in words
-TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens a row in one pass
-CONTEXTS = (128, 256, 512, 1024, 2048, 4096)  # slots of the buffer
 PROMPTS = 5  # how many prompts are used, evenly over categories
 PACKAGES = ("specexp", "torch", "transformers", "numpy")
 
@@ -88,45 +85,4 @@ def run(
     texts = [prompt.text for prompt in prompts]
     if name == "roofline":
         return roofline(pairing, texts, repeats)
-    if name == "round":
-        return phases(pairing, texts, max_new_tokens, repeats)
-    return scale(pairing, texts, batches, repeats)
-
-
-# --- scale ---------------------------------------------------------------------------------------
-
-
-def scale(
-    pairing: Pairing, texts: Sequence[str], batches: Sequence[int], repeats: int
-) -> dict[str, Any]:  # fmt: skip
-    """How the cost of a target pass grows along each axis, starting from one row, one token and a
-    short buffer."""
-    target, gamma = pairing.target, pairing.options["gamma"]
-    ids = [t for row in pairing.encode(texts) for t in row]
-    contexts = [c for c in CONTEXTS if c <= target.context] or [target.context]
-    short = contexts[0]
-    tokens = [n for n in sorted({*TOKENS, gamma + 1}) if n <= short // 2]
-    axes = {
-        "batch": [(b, 1, short) for b in sorted({1, *batches})],
-        "tokens": [(1, n, short) for n in tokens],
-        "context": [(1, 1, c) for c in contexts],
-    }
-    points = dict.fromkeys(point for along in axes.values() for point in along)
-    arms = {
-        point: a_pass(target, ids, *point, slack=min(max(TOKENS), short // 2)) for point in points
-    }
-    turns = interleave.take(arms, range(repeats * PASSES), target.device, "scale", lead=1)
-    rows = [
-        {"axis": axis, "value": point[at], "ms": 1e3 * interleave.median_s(turns[point]),
-         "over_first": interleave.ratio(turns[point], turns[along[0]])._asdict()}
-        for at, (axis, along) in enumerate(axes.items())
-        for point in along
-    ]  # fmt: skip
-    timed = [(b * n, c, interleave.median_s(turns[b, n, c])) for b, n, c in points]
-    fit = Fit.of(*zip(*timed, strict=True))
-    return {
-        "turns": repeats * PASSES, "context": short, "rows": rows,
-        "fit": {"floor_ms": 1e3 * fit.floor_s, "per_token_us": 1e6 * fit.token_s(short),
-                "per_slot_ns": 1e9 * fit.per_slot_s, "r2": fit.r2,
-                "knee": fit.knee(short) if fit.token_s(short) else None},
-    }  # fmt: skip
+    return phases(pairing, texts, max_new_tokens, repeats)
