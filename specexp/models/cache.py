@@ -86,8 +86,6 @@ class Slots(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.cache.size
 
-    get_max_cache_shape = get_max_length  # the name before transformers 5.2x
-
 
 class SlotCache(Cache):
     """A static buffer of `batch` rows of `size` slots per layer; call `aim` before each pass.

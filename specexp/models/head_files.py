@@ -8,7 +8,6 @@ file knows files and names; heads.py knows what the tensors do, and writes them.
 import json
 import re
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +87,14 @@ def read(source: str | Path) -> Head:
     bare, suffix = int8.split(str(source))
     if suffix:
         raise UserError(f"{bare}: heads are read as they are; leave out {suffix}")
-    folder = _local(bare)
-    if not (folder / "config.json").is_file():
+    file = _weights(bare)
+    described = file.with_name("config.json")
+    if not described.is_file():
         raise UserError(f"{source} has no config.json; point at a folder of {LAYOUTS}")
     with refusing(f"{source}: config.json is not JSON"):
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(described.read_text())
     if not isinstance(config, dict):
         raise UserError(f"{source}: config.json holds no settings")
-    file = _weights(folder, str(source))
     shapes = _shapes(file)
     names = {ours: name for name in shapes if (ours := _our_name(name))}
     kind = _kind(names)
@@ -115,40 +114,34 @@ def _our_name(name: str) -> str | None:
     return None if _NOT_OURS.match(name) else name
 
 
-def _kind(names: Mapping[str, str]) -> str | None:
+def _kind(names: dict[str, str]) -> str | None:
     """The kind, by tensor names. Renames the layer of a `speculators` head in `names`."""
     if names and all(_MEDUSA.match(name) for name in names):
         return "medusa"
     if "fc.weight" not in names:
         return None
     if any(".hidden_norm." in name for name in names):
-        assert isinstance(names, dict)
         for name in [n for n in names if n.startswith("layers.0.")]:
             names[name.replace("layers.0.", "midlayer.")] = names.pop(name)
         return "eagle3"
     return "eagle" if any(name.startswith("layers.0.") for name in names) else None
 
 
-def _local(source: str) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    with refusing(f"cannot read the heads {source}"):
-        for pattern in _WEIGHTS:
-            folder = Path(snapshot_download(source, allow_patterns=["config.json", pattern]))
-            if any(folder.glob(pattern)):
-                break
-    return folder
-
-
-def _weights(folder: Path, source: str) -> Path:
+def _weights(source: str) -> Path:
+    """The one file of weights, of the first kind that there is, in a folder or from a hub."""
     for pattern in _WEIGHTS:
+        folder = Path(source)
+        if not folder.is_dir():
+            with refusing(f"cannot read the heads {source}"):
+                folder = Path(snapshot_download(source, allow_patterns=["config.json", pattern]))
         files = sorted(folder.glob(pattern))
         if len(files) == 1:
             return files[0]
         if files:
             listed = ", ".join(f.name for f in files)
             raise UserError(f"{source} has several weight files ({listed}); heads come in one")
-    raise UserError(f"{source} has no weights: looked for {', '.join(_WEIGHTS)}")
+    looked = f"looked for {', '.join(_WEIGHTS)}"
+    raise UserError(f"{source} has no weights ({looked}); point at a folder of {LAYOUTS}")
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:

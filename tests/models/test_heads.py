@@ -417,8 +417,8 @@ def test_files_that_are_no_heads_are_a_one_line_error(tmp_path, capsys):
         cases[f"{name[:-1]}heads.pt is a pickle"] = put(
             tmp_path / name, config, {"x": Hostile()}, f"{name[:-1]}heads.pt"
         )
-    (tmp_path / "d").mkdir()
-    cases["no config.json"] = tmp_path / "d"
+    cases["no config.json"] = put(tmp_path / "d", config, held)
+    (tmp_path / "d" / "config.json").unlink()
     cases["no weights"] = put(tmp_path / "e", config, held)
     (tmp_path / "e" / "model.safetensors").unlink()
     cases["cannot read model.safetensors"] = put(tmp_path / "f", config, held)
