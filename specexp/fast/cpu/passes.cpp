@@ -47,6 +47,8 @@ static inline void add(vec &sums, __m512bh a, __m512bh b) {
 static inline vec some(const bfloat16 *p) { return load(p); }
 #endif
 static inline void add(vec &sums, vec a, vec b) { sums += a * b; }
+// Whether weights are made float first, which takes longer than reading them.
+template <typename num> constexpr bool WIDENED = STEP<num> * sizeof(num) < sizeof(vec);
 
 template <typename num> struct Layer {
     const num *before, *after, *q_norm, *k_norm;          // the last two or null
@@ -90,7 +92,8 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
 }
 
 // Dot products y [M, N] of M rows of x and N rows of w, each `size` long, set or added. Weights are
-// prefetched into the second-level cache, for the first one holds x.
+// prefetched into the second-level cache, for the first one holds x; a single row of them, which is
+// read in order, the processor prefetches better by itself.
 template <int M, int N, typename num>
 static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
                         int64_t size, float *y, int64_t y_stride, bool added) {
@@ -105,7 +108,7 @@ static inline void tile(const num *x, int64_t x_stride, const num *w, const num 
         });
         each<N>([&](auto j) {
             const auto b = some(w + j * size + k);
-            __builtin_prefetch((const char *)(w + j * size + k) + AHEAD, 0, 2);
+            if (N > 1) __builtin_prefetch((const char *)(w + j * size + k) + AHEAD, 0, 2);
             each<M>([&](auto i) { add(acc[i][j], a[i], b); });
         });
     }
@@ -150,7 +153,8 @@ template <typename num> struct Input {
 };
 
 // This thread's outputs of these rows times w [outputs, inputs]. Which kernel multiplies depends on
-// the shape of w alone, so a token's outputs do not depend on the rows beside it.
+// the shape of w alone, so a token's outputs do not depend on the rows beside it. One token takes one
+// row of weights at a time: memory is read fastest in order.
 template <typename num>
 static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, int64_t inputs,
                    float *y, int64_t outputs, bool added = false) {
@@ -167,17 +171,19 @@ static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, i
             while (o < mine.to) next(std::integral_constant<int, 1>());
             return;
         }
-    auto next = [&](auto N) {
+    for (int64_t to; o < mine.to; o = to) { // more tokens than a block has share what is in the cache
+        to = rows > TALL ? std::min(o + BROAD, mine.to) : mine.to;
         blocks(rows, [&](auto M, int64_t r) {
-            tile<M, N>(in.x + r * inputs, inputs, w + o * inputs, bias ? bias + o : bias, inputs,
-                       y + r * outputs + o, outputs, added);
+            int64_t i = o;
+            auto by = [&](auto N) {
+                for (; i + N <= to; i += N)
+                    tile<M, N>(in.x + r * inputs, inputs, w + i * inputs, bias ? bias + i : bias, inputs,
+                               y + r * outputs + i, outputs, added);
+            };
+            by(std::integral_constant<int, M == 1 && !WIDENED<num> ? 1 : BROAD>());
+            by(std::integral_constant<int, 1>());
         });
-        o += N;
-    };
-    const bool broader = rows == 3 || (rows < 3 && std::is_same_v<num, float>); // as measured (LOG.md)
-    while (broader && o + 6 <= mine.to) next(std::integral_constant<int, 6>());
-    while (o + BROAD <= mine.to) next(std::integral_constant<int, BROAD>());
-    while (o < mine.to) next(std::integral_constant<int, 1>());
+    }
 }
 
 // This thread's outputs of silu(gate) * up.
