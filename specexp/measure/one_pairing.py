@@ -35,7 +35,7 @@ from specexp.trace import Step, Trace
 from specexp.tree import Tree
 
 TOGETHER = 16  # prompts that are decoded in one batch where nothing is timed
-WARM_UP_TOKENS = 8
+PLAIN = ("plain",)  # the arm of plain decoding; any string may be that of another
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 ALIKE = 0.02  # how far the passes of repeats may differ, from near ties alone
 
@@ -152,23 +152,19 @@ def duel(
     tokens (decoding time in seconds without prefill, delivered tokens), plain_s and plain_tokens
     (the same of plain decoding)."""
     pairing = next(iter(arms.values()))
-    engines: dict[Any, Engine] = {None: pairing.engine.plain()}
-    engines |= {arm: other.engine for arm, other in arms.items()}
-    _warm_up(engines.values(), [pairing.encode([p.text]) for p in prompts], max_new_tokens)
-    rows: list[dict[str, Any]] = []
-    with tqdm(total=repeats * len(prompts) * len(engines), desc="latency", unit="run") as bar:
-        for repeat, (number, prompt) in product(range(repeats), enumerate(prompts)):
-            ids, backwards = pairing.encode([prompt.text]), (repeat + number) % 2 == 1
-            traces = _take_turns(engines, ids, max_new_tokens, backwards, bar)
-            base = traces.pop(None)
-            for arm, trace in traces.items():
-                rows.append(
-                    _row(arms[arm], prompt)
-                    | {"arm": arm, "repeat": repeat, "ttft_s": trace.ttft_s}
-                    | {"s": trace.decode_s, "tokens": trace.emitted}
-                    | {"plain_s": base.decode_s, "plain_tokens": base.emitted}
-                    | _outcome(trace)
-                )
+    engines = {PLAIN: pairing.engine.plain()} | {arm: each.engine for arm, each in arms.items()}
+    items = [[ids] for ids in pairing.encode([p.text for p in prompts])] * repeats
+    turns = _by_turns(engines, items, max_new_tokens, "latency")
+    rows = [
+        _row(arms[arm], prompt)
+        | {"arm": arm, "repeat": repeat, "ttft_s": trace.ttft_s}
+        | {"s": trace.decode_s, "tokens": trace.emitted}
+        | {"plain_s": traces[PLAIN].decode_s, "plain_tokens": traces[PLAIN].emitted}
+        | _outcome(trace)
+        for (repeat, prompt), traces in zip(product(range(repeats), prompts), turns, strict=True)
+        for arm, trace in traces.items()
+        if arm != PLAIN
+    ]
     return _without_memory(pd.DataFrame(rows), "arm")
 
 
@@ -190,29 +186,48 @@ def throughput(
     fast.eos = plain.eos = ()
     prompts = prompts[: max(batches)]
     texts = pairing.encode([p.text for p in prompts])
-    counts = {batch: -(-len(texts) // batch) for batch in batches}
-    turns = {b: max(repeats, -(-statistics.FEWEST // count)) for b, count in counts.items()}
     rows: list[dict[str, Any]] = []
-    total = 2 * sum(turns[batch] * counts[batch] for batch in batches)
-    with tqdm(total=total, desc="throughput", unit="run") as bar:
-        for batch in batches:
-            endless = cycle(texts)
-            all_ids = [list(islice(endless, batch)) for _ in range(counts[batch])]
-            _warm_up([plain, fast], all_ids, max_new_tokens)
-            for repeat, (number, ids) in product(range(turns[batch]), enumerate(all_ids)):
-                arms = {"plain": plain, "fast": fast}
-                backwards = (repeat + number) % 2 == 1
-                traces = _take_turns(arms, ids, max_new_tokens, backwards, bar)
-                s, tokens = full_batch(traces["fast"])
-                plain_s, plain_tokens = full_batch(traces["plain"])
-                rows.append(
-                    {"pairing": pairing.drafter, "gamma": pairing.options["gamma"], "batch": batch}
-                    | {"number": number, "repeat": repeat, "s": s, "tokens": tokens}
-                    | {"plain_s": plain_s, "plain_tokens": plain_tokens}
-                    | {"context": max(map(len, ids)) + max_new_tokens}
-                    | _outcome(traces["fast"])
-                )
+    for batch in batches:
+        count = -(-len(texts) // batch)
+        often, endless = max(repeats, -(-statistics.FEWEST // count)), cycle(texts)
+        items = [list(islice(endless, batch)) for _ in range(count)] * often
+        engines = {PLAIN: plain, "fast": fast}
+        turns = _by_turns(engines, items, max_new_tokens, f"throughput, batch {batch}")
+        for (repeat, number), ids, traces in zip(
+            product(range(often), range(count)), items, turns, strict=True
+        ):
+            s, tokens = full_batch(traces["fast"])
+            plain_s, plain_tokens = full_batch(traces[PLAIN])
+            rows.append(
+                {"pairing": pairing.drafter, "gamma": pairing.options["gamma"], "batch": batch}
+                | {"number": number, "repeat": repeat, "s": s, "tokens": tokens}
+                | {"plain_s": plain_s, "plain_tokens": plain_tokens}
+                | {"context": max(map(len, ids)) + max_new_tokens}
+                | _outcome(traces["fast"])
+            )
     return _without_memory(pd.DataFrame(rows), "batch")
+
+
+def _by_turns(
+    engines: Mapping[Any, Engine], items: Sequence[list[list[int]]], max_new_tokens: int, about: str
+) -> Iterator[dict[Any, Trace]]:
+    """The trace of every engine on each item, which they generate by turns; an item is a batch of
+    token ids. Where rounds are recorded, one item of every buffer size comes before, the largest
+    twice: engines share the target's cache, and recordings are lost when it grows."""
+    widths = {engine.policy.widest for engine in engines.values()}
+    shapes = {
+        tuple(rounded(max(map(len, item)) + max_new_tokens + width) for width in widths): item
+        for item in items
+        if any(engine.recorder.warm for engine in engines.values())
+    }
+    largest_first = [item for _, item in sorted(shapes.items(), reverse=True)]
+    arms = {arm: partial(engine.generate, max_new_tokens=max_new_tokens)
+            for arm, engine in engines.items()}  # fmt: skip
+    device = next(iter(engines.values())).target.device
+    warm = [*largest_first[:1], *largest_first]
+    turns = interleave.take(arms, items, device, about, warm=warm)
+    for each in zip(*turns.values(), strict=True):
+        yield {arm: turn.result.trace for arm, turn in zip(turns, each, strict=True)}
 
 
 def _without_memory(samples: pd.DataFrame, by: str) -> pd.DataFrame:
@@ -373,30 +388,6 @@ def _modules(drafter: Any) -> Iterator[torch.nn.Module]:
             yield part.module
         elif hasattr(part, "propose"):
             yield from _modules(part)
-
-
-def _take_turns(
-    arms: dict[Any, Engine], ids: list[list[int]], max_new_tokens: int, backwards: bool, bar: tqdm
-) -> dict[Any, Trace]:
-    order: list[Any] = list(arms)[:: -1 if backwards else 1]
-    traces = {}
-    for arm in order:
-        traces[arm] = arms[arm].generate(ids, max_new_tokens).trace
-        bar.update()
-    return traces
-
-
-def _warm_up(engines: Iterable[Engine], ids: list[list[list[int]]], most: int) -> None:
-    """Generate a few tokens of the first batch; where rounds are recorded, one whole batch of every
-    buffer size. The largest come first: engines share the target's cache, and recordings are lost
-    when it grows."""
-    for engine in sorted(engines, key=lambda engine: -engine.policy.widest):
-        if not engine.recorder.warm:
-            engine.generate(ids[0], WARM_UP_TOKENS)
-            continue
-        longest = {rounded(max(map(len, b)) + most + engine.policy.widest): b for b in ids}
-        for _, batch in sorted(longest.items(), reverse=True):
-            engine.generate(batch, most)
 
 
 def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:

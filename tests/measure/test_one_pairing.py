@@ -12,7 +12,7 @@ from support.questions import PROMPTS
 from specexp import api
 from specexp.drafters import Drafter
 from specexp.errors import UserError
-from specexp.measure import one_pairing, statistics, summaries
+from specexp.measure import interleave, one_pairing, statistics, summaries
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
 
@@ -46,13 +46,6 @@ def test_latency_pairs_each_gamma_with_plain_decoding(latency):
     fast = part["s"].sum() / part["tokens"].sum()
     assert by_gamma.loc[3, "speedup"] == pytest.approx(plain / fast)
     assert by_gamma.loc[3, "low"] <= by_gamma.loc[3, "speedup"] <= by_gamma.loc[3, "high"]
-
-
-def test_order_of_arms_alternates_over_prompts(pairing, monkeypatch):
-    orders, real = [], one_pairing._take_turns
-    monkeypatch.setattr(one_pairing, "_take_turns", lambda *a: orders.append(a[3]) or real(*a))
-    one_pairing.latency(pairing, PROMPTS, [1], 4, repeats=2)
-    assert orders == [False, True, False, True, False, True]
 
 
 class Remembers(Drafter):
@@ -147,9 +140,10 @@ def test_every_batch_size_sees_the_same_prompts(pairing, monkeypatch):
     texts = [f"{kind} {i} {'and on ' * i}" for kind in ("code", "prose") for i in range(3)]
     prompts = [Prompt(i, text.split()[0], (text,)) for i, text in enumerate(texts)]
     ids = pairing.encode(texts)
-    batches = []
-    real = one_pairing._take_turns
-    monkeypatch.setattr(one_pairing, "_take_turns", lambda *a: batches.append(a[1]) or real(*a))
+    batches, real = [], interleave.take
+    monkeypatch.setattr(
+        interleave, "take", lambda *a, **more: batches.extend(a[1]) or real(*a, **more)
+    )
     samples = one_pairing.throughput(pairing, prompts, [1, 2, 4], 6, repeats=2)
     by_size = {b: [ids.index(row) for s in batches for row in s if len(s) == b] for b in (1, 2, 4)}
     assert by_size == {b: [0, 1, 2, 3] * n for b, n in ((1, 2), (2, 3), (4, 5))}
