@@ -117,13 +117,13 @@ def status(
     That a point can be built is what `validate` and `run` check.
     """
     from specexp.grids import progress
-    from specexp.tracking import runs
+    from specexp.tracking import presence, runs
 
     points = _points(files, only, yes, together, checked=False)
     console.print(progress.status(points))
     lines = progress.changed(points)
     try:
-        lines += progress.missing(points).lines("`specexp grid run`")
+        lines += presence.missing(progress.named(points)).lines("`specexp grid run`")
     except (runs.StoreUnreachable, runs.StoreCorrupt) as e:
         lines.append(f"MLflow cannot be read now: {e}")
     for line in lines:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexp.errors import UserError, first_line
-from specexp.grids import imports, notebooks, paths
+from specexp.grids import imports, notebooks
 from specexp.measure import feasible, prompts
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import provenance
@@ -77,13 +77,10 @@ class Surroundings:
     def of(self, params: Mapping[str, Any], notebook: notebooks.Notebook) -> Around:
         """What is around a point whose paths are relative to the working directory; equal ones are
         one object. Raises UserError for a missing model."""
-        named = imports.named_by(params)
-        own = sorted(
-            {t for n in params if n not in PARAMETERS for t in imports.texts_in(params[n])}
-        )
-        read = {n: params[n] for n in (*paths.MODELS, *paths.DATA, "device") if n in params}
-        key = repr((read, own)), named, notebook.path, notebook.digest
+        named = {n: texts for n in params if (texts := imports.texts_in(params[n]))}  # decide it
+        key = repr(named), notebook.path, notebook.digest
         if key not in self.cached:
+            own = sorted({t for n, texts in named.items() if n not in PARAMETERS for t in texts})
             folders = (os.path.abspath(t) for t in own if os.path.isfile(f"{t}/config.json"))
             models = tuple(sorted({*feasible.sources(params, self.known), *folders}))
             named_files = map(Path, filter(os.path.isfile, own))

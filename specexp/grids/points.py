@@ -129,9 +129,8 @@ def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
     among = {name: sheet.values(name) for name in varying}
     for written, entry in sheet.combinations():
         with contextlib.chdir(path.parent):  # where its kernel will run
-            params = checks.see(written, entry)
-            around = None if checks.wrong else checks.surroundings.of(params, sheet.notebook)
-        if around:
+            params, around = checks.see(written, entry)
+        if around and not checks.wrong:
             key = identity.digest({"params": identity.digest(params), **around.parts})
             name = mlflow_view.run_name(written, varying, among) or path.stem
             yield Point(name, file, path, experiment, params, varying, timeout, around, key,
@@ -262,19 +261,20 @@ class Checks:
         self.alone = [name for name in sheet.varying if name in alone]
         self.wrong: dict[str, set[int]] = {}
 
-    def see(self, written: dict[str, Any], entry: int | None) -> dict[str, Any]:
-        """Check a point, unless all its values were checked before; returns its parameters, with
-        paths from the notebook's folder. `entry`: of `include`."""
-        new = [("", *(norm(written[name]) for name in self.together))]
-        new += [(name, norm(written[name])) for name in self.alone]
+    def see(
+        self, written: dict[str, Any], entry: int | None
+    ) -> tuple[dict[str, Any], identity.Around | None]:
+        """A point's parameters, with paths from the notebook's folder, and what is around it; None
+        if there is a problem. `entry`: of `include`."""
         moved = self.moved(written, entry)
         params = written | (moved or {})
-        if moved is not None and not self.checked.issuperset(new):
-            self.checked.update(new)
-            for problem in self.problems_of(params):
-                lines = (self.sheet.where(name, written, entry) for name in problem.names)
-                self.problem(problem.what, next(filter(None, lines), self.sheet.line))
-        return params
+        if moved is None:
+            return params, None
+        problems, around = self.judged(params)
+        for problem in problems:
+            lines = (self.sheet.where(name, written, entry) for name in problem.names)
+            self.problem(problem.what, next(filter(None, lines), self.sheet.line))
+        return params, around
 
     def problem(self, what: str, line: int) -> None:
         self.wrong.setdefault(what, set()).add(line)
@@ -293,18 +293,29 @@ class Checks:
                     wrong = True
         return None if wrong else values
 
-    def problems_of(self, params: dict[str, Any]) -> list[Problem]:
+    def judged(self, params: dict[str, Any]) -> tuple[list[Problem], identity.Around | None]:
+        """The problems of what was not checked before; if there are none, what is around."""
+        together = ("", *(norm(params[name]) for name in self.together))
+        alone = {(name, norm(params[name])): name for name in self.alone}
+        new = {together, *alone} - self.checked
+        self.checked |= new
+        if self.wrong and not new:
+            return [], None
+        problems = list[Problem]()
         try:
-            self.surroundings.files(params, self.sheet.notebook)
-            known = self.surroundings.known
-            problems = parameters.problems_of(params, None, known) if self.asking else []
-            if not problems:
-                self.surroundings.of(params, self.sheet.notebook)
-            return problems
+            if together in new:
+                self.surroundings.files(params, self.sheet.notebook)
+            if self.asking and together in new:
+                problems = parameters.problems_of(params, None, self.surroundings.known)
+            elif self.asking:
+                values = {alone[value]: params[alone[value]] for value in new}
+                problems = list(parameters.problems_of_values(values))
+            return problems, None if problems else self.surroundings.of(params, self.sheet.notebook)
         except (UserError, OSError) as e:
             named = [name for name in params if name in parameters.PARAMETERS]
-            return [Problem(first_line(e), parameters.by_mention(first_line(e), named, params))]
+            what = first_line(e)
+            return [Problem(what, parameters.by_mention(what, named, params))], None
         except Exception as e:  # a user's model files can raise anything
             at = " ".join(f"{name}={shown(params[name])}" for name in self.sheet.varying)
             reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            return [Problem(f"cannot be checked at {at or 'all'}: {reason}")]
+            return [Problem(f"cannot be checked at {at or 'all'}: {reason}")], None

@@ -216,11 +216,11 @@ def changed(points: Iterable[Point]) -> list[str]:
     ]
 
 
-def missing(points: Sequence[Point]) -> presence.Missing:
-    """The folders of these points that were published and that MLflow lacks now."""
+def named(points: Sequence[Point]) -> dict[Path, presence.Names]:
+    """The results and kept failures of these points, with the names that they have."""
     keys = {p.run_key for p in points}
-    kept = [path for path in results.listed("failed") if results.key_of(path) in keys]
-    return presence.missing([*(results.result_of(p.run_key) for p in points), *kept])
+    kept = (path for path in results.listed("failed") if results.key_of(path) in keys)
+    return {f: presence.names(f) for f in (*map(results.result_of, keys), *kept)}
 
 
 def duration(seconds: float) -> str:

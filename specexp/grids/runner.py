@@ -35,7 +35,7 @@ from specexp.grids.progress import (
     Failure,
     changed,
     failures_of,
-    missing,
+    named,
     of_error,
     set_aside,
 )  # fmt: skip
@@ -319,20 +319,20 @@ class Work:
     def compare_with_mlflow(self) -> None:
         """Give results the names that their points have now, and take the marks from folders that
         MLflow lacks or shows under another name: `recover` publishes them."""
-        renamed = set()
+        shown, renamed = named(self.points), set()
         for point in self.points:
-            result, tags = results.result_of(point.run_key), tags_of(point)
-            now = point.experiment, tags["notebook"]
-            if not result.exists() or presence.names(result) in (now, (None, None)):
+            result, now = results.result_of(point.run_key), (point.experiment, point.notebook.name)
+            if shown[result] in (now, (None, None)):
                 continue
             with results.claim(point.run_key) as ours:
                 if ours and result.exists():
-                    presence.rename(result, point.experiment, tags)
+                    presence.rename(result, point.experiment, tags_of(point))
+                    shown[result] = now
                     renamed.add(result)
         if n := len(renamed):
             self.board.say(f"{n} results get the new name of their notebook or experiment")
         try:
-            found = missing(self.points)
+            found = presence.missing(shown)
             for folder in found.lost:
                 with results.claim(results.key_of(folder)) as ours:
                     if ours:
@@ -373,7 +373,7 @@ class Work:
 def _is_unsettled(key: str) -> bool:
     """Whether a point has a result that is damaged or not in MLflow."""
     result = results.result_of(key)
-    if not (result.exists() and runs.published(result)):
+    if not runs.published(result):
         return result.exists()
     return not (results.unchanged(result, runs.marker(result)) or runs.publishable(result))
 

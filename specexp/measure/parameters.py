@@ -214,7 +214,7 @@ def problems_of(
     """Every problem with these parameters, reusing what earlier checks looked up."""
     from specexp.measure import feasible
 
-    problems = list(_alone(params))
+    problems = list(problems_of_values(params))
     wrong = {name for problem in problems for name in problem.names}
     problems += feasible.problems_of(params, texts, known, wrong)
     first: dict[str, Problem] = {}
@@ -223,12 +223,12 @@ def problems_of(
     return list(first.values())
 
 
-def _alone(params: Mapping[str, Any]) -> Iterator[Problem]:
+def problems_of_values(params: Mapping[str, Any]) -> Iterator[Problem]:
     """The problems of single values. A value of another type than the table's is a notebook's own
     affair."""
-    for name, parameter in PARAMETERS.items():
-        value = params.get(name)
-        if value is None or not isinstance(value, _TYPES[parameter.type]):
+    for name, value in params.items():
+        parameter = PARAMETERS.get(name)
+        if not parameter or not isinstance(value, _TYPES[parameter.type]):
             continue
         if value == [] and not parameter.empty:
             yield Problem(f"{name} is empty; give at least one", (name,))

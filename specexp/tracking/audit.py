@@ -65,7 +65,7 @@ def _look() -> list[Invariant]:
     try:
         unreadable = [f"{line}{_REBUILD}" for line in track.backend().sound()]
         shown = _shown()
-        missing = presence.missing([*results, *failed])
+        missing = presence.missing({f: presence.names(f) for f in (*results, *failed)})
     except (track.StoreCorrupt, track.StoreUnreachable) as e:
         shown, unreadable = None, [str(e)]
     busy |= set(store.claims())

@@ -3,16 +3,17 @@ purpose, and what has another name now. One query per experiment, however many f
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from specexp.errors import counted
 from specexp.tracking import results, runs
 from specexp.tracking.mlflow_store import names_of
 from specexp.zoo import files
 
+Names: TypeAlias = tuple[str | None, str | None]
 FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the notebook's file
 
 
@@ -42,14 +43,13 @@ class Missing:
         return lines
 
 
-def missing(folders: Iterable[Path]) -> Missing:
-    """What MLflow lacks of those of these folders that are marked as published. Raises
-    StoreUnreachable, StoreCorrupt."""
-    marked = {f: runs.marker(f).read_text().split() for f in folders if runs.published(f)}
+def missing(named: Mapping[Path, Names]) -> Missing:
+    """What MLflow lacks of those of these folders that are marked as published; with the `names` of
+    each. Raises StoreUnreachable, StoreCorrupt."""
+    marked = {f: runs.marker(f).read_text().split() for f in named if runs.published(f)}
     if not marked or not runs.has_database():
         return Missing()
-    named = {folder: names(folder) for folder in marked}
-    experiments = {experiment for experiment, _ in named.values() if experiment}
+    experiments = {experiment for folder in marked if (experiment := named[folder][0])}
     shown = runs.backend().states(experiments, ("store", "published", "notebook"))
     lost, deleted, failures, store = list[Path](), list[Path](), list[Path](), results.identity()
     for folder, run_ids in marked.items():
@@ -67,7 +67,7 @@ def missing(folders: Iterable[Path]) -> Missing:
     return Missing(lost, deleted, failures)
 
 
-def names(folder: Path) -> tuple[str | None, str | None]:
+def names(folder: Path) -> Names:
     """The experiment and the notebook's file under which MLflow shall show a folder; None for what
     it does not tell. Raises OSError if it cannot be read now."""
     shown: dict[str, Any] = {}

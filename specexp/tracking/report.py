@@ -59,9 +59,14 @@ class Run:
         return results.runs_in(self.result)[self.rival]
 
     @cached_property
+    def committed(self) -> dict[str, Any]:
+        """The tags with which it was committed."""
+        return results.load(self.folder / results.TAGS)
+
+    @cached_property
     def tags(self) -> dict[str, str]:
-        committed, renamed = results.load(self.folder / results.TAGS), results.label(self.folder)
-        tags = self.record.get("tags", {}) | committed | renamed.get("tags", {})
+        renamed = results.label(self.folder)
+        tags = self.record.get("tags", {}) | self.committed | renamed.get("tags", {})
         texts = {name: str(value) for name, value in tags.items()}
         return mlflow_view.beside(texts, self.result["params"], self.rival)
 
@@ -198,8 +203,12 @@ def of(what: str) -> list[Run]:
 def newest(folders: Iterable[Path]) -> list[Run]:
     """The newest result of each point and its rivals, sorted by experiment and name. They must be
     intact."""
-    ordered = sorted(folders, key=results.ended_ms)
-    each = (Run(f, rival) for f in ordered for rival in results.runs_in(Run(f).result))
+    ordered = sorted(map(Run, folders), key=lambda run: run.committed.get("ended", 0))
+    each = (
+        Run(run.folder, rival) if rival else run
+        for run in ordered
+        for rival in results.runs_in(run.result)
+    )
     latest = {run.point: run for run in each}
     return sorted(latest.values(), key=lambda run: (run.experiment, run.label))
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -317,10 +318,11 @@ def test_resume_asks_little_of_what_is_finished(store, written, monkeypatch):
         monkeypatch.setattr(table, "ROWS", 3)
     todo = written(1, 2, 3, 4, 5, 13)
     assert go(todo)[0] == 1
-    claimed = []
+    claimed, read, load = [], [], results.load
     with monkeypatch.context() as counting:
         counting.setattr(results, "claim", lambda key: claimed.append(key) or claim(key))
         counting.setattr(results, "intact", lambda result: pytest.fail("read whole"))
+        counting.setattr(results, "load", lambda path: read.append(path) or load(path))
         for name in ("search_runs", "search_experiments"):
             counting.setattr(
                 runs.client().__class__, name, lambda *_, **__: pytest.fail("searched")
@@ -333,6 +335,8 @@ def test_resume_asks_little_of_what_is_finished(store, written, monkeypatch):
     assert "0 of 6 points to run" in said
     assert "and 2 more, in the report" in said
     assert claimed == ["setup"]
+    times = Counter(path.name for path in read if path.is_file() and "results" in path.parts)
+    assert times == {"result.json": 2 * 5, "tags.json": 3 * 5, "manifest.json": 5}
     table = progress.status(todo)
     assert table.row_count == 1, "of many points those done have no row"
     assert table.caption == "5 done, 1 failed"
