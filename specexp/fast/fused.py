@@ -313,7 +313,7 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     family = type(module).__name__
     if family not in FAMILIES:
         return None, f"{family} is none of {', '.join(sorted(FAMILIES))}"
-    if not all(layer.reads_all for layer in layers(module.config, reach(module.config))):
+    if any(layer.window or layer.chunk for layer in layers(module.config, reach(module.config))):
         return None, "its layers have a window"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"

@@ -251,8 +251,6 @@ def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:
                 f"{subject} for {what} {theirs}, and {target} has {ours}: they were made for "
                 "another target"
             )
-    if head.kind == "eagle" and head.norms:
-        raise UserError(f"{subject} with {', '.join(head.norms)}, which only eagle3 heads have")
     with refusing(f"{subject}; config.json describes no such layer"), torch.device("meta"):
         net = _build(head, config, None)
     if isinstance(net, Eagle):
@@ -280,10 +278,9 @@ def _sizes(head: head_files.Head, config: Any) -> Iterator[tuple[str, int, int]]
     """Sizes that must be equal: (name, the target's, the heads')."""
     if head.kind == "medusa":
         last = [s for n, s in head.shapes.items() if "linear" not in n and len(s) == 2]
-        if not last:
-            raise UserError(f"{head.source}: the file lacks the last matrix of every head")
-        yield "hidden size", config.hidden_size, last[0][1]
-        yield "vocabulary", config.vocab_size, last[0][0]
+        for vocab, width in last[:1]:
+            yield "hidden size", config.hidden_size, width
+            yield "vocabulary", config.vocab_size, vocab
         return
     width = head.config.get("target_hidden_size") or head.config["hidden_size"]
     yield "hidden size", config.hidden_size, width

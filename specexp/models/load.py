@@ -96,9 +96,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     config = read_config(source)
     _check_device(dtype, device)
     bare, suffix = int8.split(str(source))
-    stats = (f.stat() for f in Path(bare).glob("*.safetensors"))
-    files = tuple(sorted((s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
-    key = (str(source), files, dtype, device)
+    key = (str(source), _state(bare), dtype, device)
     if (module := _IN_USE.get(key)) is None:
         module = _read_weights(config, bare, name, dtype, device)
         if suffix:

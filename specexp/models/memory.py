@@ -44,11 +44,6 @@ class Layer:
     owns: bool = True
 
     @property
-    def reads_all(self) -> bool:
-        """Whether it reads all keys."""
-        return not self.window and not self.chunk
-
-    @property
     def has_state(self) -> bool:
         """Whether it keeps a state that no mask can take back."""
         return self.kind in STATES

@@ -57,8 +57,7 @@ class State:
         self.parts["recurrent", state_idx] = x
         return x
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        return self.get_recurrent_state(layer_idx)
+    get_linear_cache = get_recurrent_state
 
     def set_linear_cache(self, layer_idx: int, x: Tensor) -> None:
         self.update_recurrent_state(x, layer_idx)

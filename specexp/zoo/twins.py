@@ -37,7 +37,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from specexp.errors import UserError, refusing
 from specexp.models.load import DTYPES
@@ -240,11 +240,9 @@ def write(shape: Shape, folder: Path, damp: float, dtype: str, seed: int) -> Non
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     shape.config(dtype).save_pretrained(folder)
     GenerationConfig(bos_token_id=END, eos_token_id=END, pad_token_id=END).save_pretrained(folder)
-    zoo = shelf.find("target-10m")
-    shutil.copyfile(zoo / "tokenizer.json", folder / "tokenizer.json")
-    options = json.loads((zoo / "tokenizer_config.json").read_text())
-    options["model_max_length"] = shape.context
-    (folder / "tokenizer_config.json").write_text(json.dumps(options, indent=1))
+    tokenizer = AutoTokenizer.from_pretrained(shelf.find("target-10m"))
+    tokenizer.model_max_length = shape.context
+    tokenizer.save_pretrained(folder)
 
 
 # calibration

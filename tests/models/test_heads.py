@@ -359,7 +359,7 @@ BAD = {
     "missing head": (bad("medusa", without=["1.1.weight"]), ("medusa",), "lacks 1.1.weight"),
     "no last matrices": (
         bad("medusa", without=[f"{i}.1.weight" for i in range(3)]), ("medusa",),
-        "lacks the last matrix of every head",
+        "the file lacks 0.0.weight, 1.0.weight, 2.0.weight",
     ),
     "extra": (bad("eagle-3", shapes={"odd": (2,)}), ("eagle3",), "has unknown odd"),
     "shape": (bad("eagle-3", shapes={"norm.weight": (7,)}), ("eagle3",), r"(7,) where (32,)"),
@@ -379,9 +379,6 @@ BAD = {
     "a norm that nothing names": (
         bad("speculators", shapes={"fc_norm.0.weight": (E,)}), ("eagle3",),
         "has unknown fc_norm.0.weight",
-    ),
-    "EAGLE-1 with norms": (
-        bad("eagle-1", config={"norm_output": True}), ("eagle",), "with norm_output",
     ),
     "taps that are words": (
         bad("eagle-3", config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["low"]}}),
