@@ -131,21 +131,18 @@ def _check_models(
             )
     needs = []
     for prompt in texts:
-        n, answers = 0, 0
         if params.get("chat") or prompt.chat:
             names, asked = ("chat", "target", "prompts"), (CHAT, target, *astuple(prompt))
             n, answers = findings.of(names, known.lasting, *asked) or (0, 0)
         else:
-            n = (
-                findings.of(("prompts", "target"), known, _tokens_of, prompt.text, target, known)
-                or 0
-            )
-        needs.append((n + new * (1 + answers), prompt))
-    longest = max((need for need, _ in needs), default=0)
-    if too_long := [prompt for need, prompt in needs if need > context]:
-        name = next(prompt for need, prompt in needs if need == longest).question_id
-        n = len(too_long) - 1
-        others = f" ({n} more prompts are too long)" if n else ""
+            asked = known, _tokens_of, prompt.text, target, known
+            n, answers = findings.of(("prompts", "target"), *asked) or 0, 0
+        needs.append(n + new * (1 + answers))
+    longest = max(needs, default=0)
+    if longest > context:
+        name = texts[needs.index(longest)].question_id
+        more = sum(need > context for need in needs) - 1
+        others = f" ({more} more prompts are too long)" if more else ""
         findings.add(
             f"prompt {name} with {new} new tokens needs {longest} tokens, {longest - context} more "
             f"than the {in_words} of {target}{others}",

@@ -100,11 +100,12 @@ def load(
 def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The same prompts, one of each category in turn."""
     counts: Counter[str] = Counter()
-    turns = []
-    for at, prompt in enumerate(prompts):
-        turns.append((counts[prompt.category], at))
+
+    def turn(prompt: Prompt) -> int:
         counts[prompt.category] += 1
-    return [prompts[at] for _, at in sorted(turns)]
+        return counts[prompt.category]
+
+    return sorted(prompts, key=turn)
 
 
 def files(path_or_name: str | Path) -> list[Path]:
@@ -295,15 +296,11 @@ def _csv(path: Path, content: bytes) -> Records:
         if not set(KEYS) & {*(rows.fieldnames or KEYS)}:
             raise UserError(f"{path}: line 1: {_no_text(rows.fieldnames or ())}")
         for row in rows:
-            yield (
-                start,
-                row
-                if None not in row
-                else UserError(
-                    f"more fields than the {len(row) - 1} of line 1: put quotes around a text that "
-                    f"holds {delimiter!r}"
-                ),
+            wide = UserError(
+                f"more fields than the {len(row) - 1} of line 1: put quotes around a text that "
+                f"holds {delimiter!r}"
             )
+            yield start, wide if None in row else row
             start = rows.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}: line {start}: not CSV ({error})") from None

@@ -74,19 +74,18 @@ def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -
 
 def race(
     pairing: Pairing, names: Sequence[str], costs: Costs | None, offered: Sequence[Request],
-    concurrency: int, tokens: int, turns: int, chunk: int = 512,
+    concurrency: int, tokens: int, turns: int,
 ) -> tuple[pd.DataFrame, dict[str, Run]]:  # fmt: skip
     """A closed loop of `concurrency` streams under every policy, by turns; the requests repeat.
 
     Returns a table and the runs. The table has one row a policy and turn, with columns policy, turn
     and those of `sums`. The first turn begins when every row has been in use, and `LEARNING` turns
     come before those that count. In a turn each server generates at least `tokens` tokens, a piece
-    at a time. chunk: prompt tokens that are prefilled between two rounds. Raises UserError for
-    requests that yield no tokens."""
+    at a time. Raises UserError for requests that yield no tokens."""
     chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
     banks = _banks(pairing, chosen, concurrency, offered)
     _alike(banks)
-    servers = {n: Server(banks[n], chosen[n], chunk, queue=len(offered)) for n in names}
+    servers = {n: Server(banks[n], chosen[n], queue=len(offered)) for n in names}
     runs = {n: Run(servers[n], Source(offered, concurrency, again=True)) for n in names}
     begun = dict.fromkeys(runs, 0)
 
