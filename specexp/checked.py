@@ -7,8 +7,8 @@ so a round costs what it costs.
 """
 
 import copy
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from specexp.drafters.model import beside
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models.lm import LM
-from specexp.objects import construct, is_shipped
+from specexp.objects import check_takes, construct, is_shipped
 from specexp.policy import Load, Plan, Policy
 from specexp.recording import Recorder
 from specexp.sampling import Rng
@@ -38,7 +38,7 @@ def policy(thing: Any) -> Policy:
     for method, arguments in (("choose", "load"), ("learn", "load, plan, steps, seconds")):
         if not callable(getattr(thing, method, None)):
             raise UserError(f"{about} has no {method}({arguments}): define it (see specexp.Policy)")
-        _takes(f"{about}.{method}", getattr(thing, method), arguments)
+        check_takes(f"{about}.{method}", getattr(thing, method), arguments)
     if not isinstance(getattr(thing, "widest", None), int):
         raise UserError(
             f"{about} has no whole number `widest`: give the room of the largest tree that it may "
@@ -56,7 +56,7 @@ def drafter(thing: Drafter, target: LM) -> Drafter:
         ("allocate", "B, S"), ("prefill", "seqs, hidden"), ("catch_up", "seqs, missed"),
         ("propose", "seqs, tree, rng"), ("observe", "seqs, draft, verdict, seen"),
     ):  # fmt: skip
-        _takes(f"{about}: {method}", getattr(thing, method), arguments)
+        check_takes(f"{about}: {method}", getattr(thing, method), arguments)
     layers = target.config.num_hidden_layers
     if any(not 0 <= tap <= layers for tap in thing.taps):
         raise UserError(
@@ -78,10 +78,17 @@ def try_out(engine: Engine) -> None:
     a, b, c = (number * 7919 % target.vocab for number in (1, 2, 3))
     rows = [[a, b, a, b, a, b], [c]]
     new = min(_NEW, target.context - len(rows[0]))
-    drafter: Any = _Drafter(_spare(engine.drafter, target), target.vocab)
-    policy: Any = _Policy(_spare(engine.policy, target))
-    rule: Any = _Rule(engine.rule, target.vocab)
-    trial = Engine(target, drafter, policy, engine.sampling, rule, engine.seed, recorder=Recorder())
+    drafter, policy = _spare(engine.drafter, target), _spare(engine.policy, target)
+    rule, V = engine.rule, target.vocab
+    trial = Engine(
+        target,
+        _checking(drafter, f"drafter {drafter.name}", "propose", partial(_faults_of_draft, V)),
+        _checking(policy, f"policy {type(policy).__name__}", "choose",
+                  partial(_faults_of_plan, policy.widest)),
+        engine.sampling,
+        _checking(rule, f"rule {rule.name}", "__call__", partial(_faults_of_verdict, V)),
+        engine.seed, recorder=Recorder(),
+    )  # fmt: skip
     if new > 0:
         trial.generate(rows, new)
 
@@ -104,52 +111,22 @@ def _spare(thing: Any, target: LM) -> Any:
         return thing
 
 
-def _takes(about: str, method: Any, arguments: str) -> None:
-    try:
-        inspect.signature(method).bind(*arguments.split(", "))
-    except TypeError:
-        raise UserError(f"{about} must take ({arguments})") from None
-    except ValueError:
-        pass  # a builtin that does not tell its signature
+def _checking(own: Any, about: str, method: str, faults: Callable[..., Iterator[str]]) -> Any:
+    """Stands for an object in the rounds of `try_out`: whatever its method returns is refused with
+    the first of the faults of (result, *arguments)."""
+
+    def call(_: object, *arguments: Any) -> Any:
+        result = getattr(own, method)(*arguments)
+        for fault in faults(result, *arguments):
+            raise UserError(f"{about} {fault}")
+        return result
+
+    return type("Checking", (), {
+        method: call, "__getattr__": lambda _, name: getattr(own, name),
+    })()  # fmt: skip
 
 
-def _refuse(about: str, faults: Iterator[str]) -> None:
-    for fault in faults:
-        raise UserError(f"{about} {fault}")
-
-
-class _Checked:
-    """Stands for an object in the rounds of `try_out`, and checks what it returns there."""
-
-    def __init__(self, own: Any, vocab: int = 0) -> None:
-        self.own, self.vocab = own, vocab
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-
-class _Drafter(_Checked):
-    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        draft: Draft = self.own.propose(seqs, tree, rng)
-        _refuse(f"drafter {self.name}", _faults_of_draft(draft, seqs, tree, self.vocab))
-        return draft
-
-
-class _Rule(_Checked):
-    def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-        verdict: Verdict = self.own(draft, p, rng)
-        _refuse(f"rule {self.name}", _faults_of_verdict(verdict, draft, self.vocab))
-        return verdict
-
-
-class _Policy(_Checked):
-    def choose(self, load: Load) -> Plan:
-        plan: Plan = self.own.choose(load)
-        _refuse(f"policy {type(self.own).__name__}", _faults_of_plan(plan, self.widest))
-        return plan
-
-
-def _faults_of_draft(draft: Any, seqs: Sequences, tree: Tree, V: int) -> Iterator[str]:
+def _faults_of_draft(V: int, draft: Any, seqs: Sequences, tree: Tree, rng: Rng) -> Iterator[str]:
     if not isinstance(draft, Draft):
         yield f"proposed a {type(draft).__name__}: return seqs.draft(nodes, tokens)"
     tokens, (B, N) = draft.tokens, (len(seqs.tokens), len(tree))
@@ -202,7 +179,7 @@ def _faults_of_q(draft: Draft, shape: tuple[int, int, int]) -> Iterator[str]:
         )
 
 
-def _faults_of_verdict(verdict: Any, draft: Draft, V: int) -> Iterator[str]:
+def _faults_of_verdict(V: int, verdict: Any, draft: Draft, p: Tensor, rng: Rng) -> Iterator[str]:
     if not isinstance(verdict, Verdict):
         yield f"returned a {type(verdict).__name__}: return draft.judged(path, n, bonus)"
     (B, N), D = draft.tokens.shape, draft.nodes.deepest
@@ -233,7 +210,7 @@ def _faults_of_verdict(verdict: Any, draft: Draft, V: int) -> Iterator[str]:
         yield f"emits token {int(bonus.max())}, outside the vocabulary of {V} tokens"
 
 
-def _faults_of_plan(plan: Any, widest: int) -> Iterator[str]:
+def _faults_of_plan(widest: int, plan: Any, load: Load) -> Iterator[str]:
     if not isinstance(plan, Plan):
         yield f"chose a {type(plan).__name__}: return Plan(tree)"
     if not isinstance(plan.tree, Tree):

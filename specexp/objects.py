@@ -84,6 +84,16 @@ def construct(kind: str, text: str, factory: Callable[..., Any], argument: str =
     return factory(*values)
 
 
+def check_takes(about: str, method: Any, arguments: str) -> None:
+    """Raise UserError unless a method can be called with these arguments, such as `seqs, tree`."""
+    try:
+        inspect.signature(method).bind(*arguments.split(", "))
+    except TypeError:
+        raise UserError(f"{about} must take ({arguments})") from None
+    except ValueError:
+        pass  # a builtin that does not tell its signature
+
+
 def module_of(text: str) -> str:
     """The module of a text that is written `module:Object`, importable or not; else ""."""
     parts = _WRITTEN.fullmatch(text)

@@ -5,7 +5,6 @@ about models, caches or temperature. Match, Reject and Block are exact for any d
 lenient Reject are lossy: their names say so, and `emitted` says by how much.
 """
 
-import inspect
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +33,7 @@ class Rule(Protocol):
             not be used again (`Noise.by_round`).
     """
 
-    name: str
+    name: str = "rule"
     lossy: bool = False
     wants_q: bool = False
     samples: bool = False
@@ -65,7 +64,7 @@ class Rule(Protocol):
         return p
 
 
-class Match:
+class Match(Rule):
     """Sample the target at every node and follow the child that equals the sample.
 
     Exact without knowing q, since every emitted token is the target's own sample. With a drafter
@@ -73,15 +72,10 @@ class Match:
     Siblings with the same token see the same noise, so the one that leads deeper may be followed.
     """
 
-    name = "match"
-    lossy = wants_q = chains_only = looks_ahead = False
     samples = True
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
         return follow(draft, rng.categorical(p, draft.keys, TOKEN))
-
-    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        return p
 
 
 @op
@@ -92,7 +86,7 @@ def follow(draft: Draft, sample: Tensor) -> Verdict:
     return Verdict(path, n, sample.gather(1, path))
 
 
-class Reject:
+class Reject(Rule):
     """Accept a draft token x with probability min(1, p(x)/q(x)), else sample the residual of p.
 
     On a chain this is speculative sampling (Leviathan et al. 2022, algorithm 1; Chen et al. 2023).
@@ -105,9 +99,7 @@ class Reject:
     likely.
     """
 
-    name = "reject"
     wants_q = True
-    samples = chains_only = looks_ahead = False
 
     def __init__(self, lenience: float = 1.0) -> None:
         if not 0 < lenience <= 1:
@@ -136,10 +128,7 @@ class Reject:
             if q is not None:
                 q = torch.where(tried[..., None], normalised(drawn.scatter(-1, x, 0.0), drawn), q)
         path, n = nodes.accepted(ok)
-        stop = path.gather(1, n[:, None])
-        owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]
-        bonus = rng.categorical(owed, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
-        return draft.judged(path, n, bonus)
+        return with_bonus(draft, path, n, left, rng)
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         accepted = torch.minimum(q, p / self.lenience)
@@ -147,7 +136,7 @@ class Reject:
         return accepted + (1 - accepted.sum(-1, keepdim=True)).clamp(min=0) * rest
 
 
-class Block:
+class Block(Rule):
     """Judge a chain as a whole: of all its prefixes that pass, keep the longest.
 
     (Sun et al. 2024, Block verification, arXiv 2403.10444, algorithm 2.) Prefix i has weight
@@ -158,8 +147,6 @@ class Block:
     P_i and the bonus is drawn from p.
     """
 
-    name = "block"
-    lossy = samples = False
     wants_q = chains_only = looks_ahead = True
 
     @op
@@ -183,18 +170,11 @@ class Block:
         passes = rng.bernoulli(chance[:, 1:], draft.keys[:, : N - 1], 0)
         place = torch.arange(1, N, device=p.device)
         n = (passes * place).amax(1) if N > 1 else torch.zeros_like(tokens[:, 0])
-        stop = n[:, None]
-        last = stop[..., None].expand(-1, 1, p.shape[-1])
-        law = normalised(uncovered.gather(1, last), p.gather(1, last))[:, 0]
-        path = torch.arange(N, device=p.device).clamp(max=stop)
-        bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
-        return draft.judged(path, n, bonus)
-
-    def emitted(self, p: Tensor, q: Tensor) -> Tensor:
-        return p
+        path = torch.arange(N, device=p.device).clamp(max=n[:, None])
+        return with_bonus(draft, path, n, normalised(uncovered, p), rng)
 
 
-class Typical:
+class Typical(Rule):
     """Accept a draft token that is likely enough under p: p(x) > min(epsilon, delta exp(-H(p))).
 
     (Cai et al. 2024, Medusa, section 2.3.1, where delta = sqrt(epsilon).) Of a tree it keeps the
@@ -203,7 +183,6 @@ class Typical:
 
     name = "typical (lossy)"
     lossy = looks_ahead = True
-    wants_q = samples = chains_only = False
 
     def __init__(self, epsilon: float = 0.09) -> None:
         if not 0 < epsilon <= 1:
@@ -222,62 +201,20 @@ class Typical:
         x = draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
         ok = typical.gather(-1, x)[..., 0] & (draft.tokens >= 0)
         path, n = draft.nodes.accepted(ok)
-        stop = path.gather(1, n[:, None])
-        law = p.gather(1, stop[..., None].expand(-1, 1, p.shape[-1]))[:, 0]
-        bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
-        return draft.judged(path, n, bonus)
+        return with_bonus(draft, path, n, p, rng)
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         accepted = q * self._typical(p)
         return accepted + (1 - accepted.sum(-1, keepdim=True)).clamp(min=0) * p
 
 
-NAMES = ("match", "reject", "block", "typical", "typical:EPSILON", "lenient:LENIENCE")
-_PARTS = ("lossy", "wants_q", "samples", "chains_only", "looks_ahead")
-
-
-def of(rule: Any) -> Rule:
-    """The rule that a name (see NAMES), an entry point, `module:Class`, a class or an instance
-    stands for. Raises UserError for anything else."""
-    if isinstance(rule, str):
-        return _named(rule)
-    if isinstance(rule, type):
-        rule = objects.construct("rule", rule.__name__, rule)
-    about = f"rule {type(rule).__name__}"
-    if missing := [part for part in ("name", *_PARTS, "emitted") if not hasattr(rule, part)]:
-        raise UserError(f"{about} has no {', '.join(missing)}: subclass specexp.Rule, which has")
-    if not callable(rule) or type(rule).__call__ is Rule.__call__:
-        raise UserError(f"{about} has no __call__(self, draft, p, rng): define it (specexp.Rule)")
-    try:
-        inspect.signature(rule).bind("draft", "p", "rng")
-    except TypeError:
-        raise UserError(f"{about}: __call__ must take (self, draft, p, rng)") from None
-    checked: Rule = rule
-    return checked
-
-
-def _named(name: str) -> Rule:
-    kind, _, argument = name.partition(":")
-    shipped: dict[str, type[Rule]] = {
-        "match": Match, "reject": Reject, "block": Block, "typical": Typical,
-    }  # fmt: skip
-    if not argument and kind in shipped:
-        return shipped[kind]()
-    if kind in ("typical", "lenient"):
-        try:
-            value = float(argument)
-        except ValueError:
-            raise UserError(f"rule {name!r} needs a number, such as {kind}:0.3") from None
-        return Typical(value) if kind == "typical" else Reject(value)
-    if kind in shipped:
-        raise UserError(f"rule {kind} takes no argument, and {argument!r} was given")
-    if (own := objects.resolve("rule", name)) is not None:
-        return of(own)
-    hint = meant(kind, [*shipped, "lenient"])
-    raise UserError(
-        f"rule {name!r} is unknown{hint} (there are {', '.join(NAMES)}; one of your own is "
-        "module:Class)"
-    )
+def with_bonus(draft: Draft, path: Tensor, n: Tensor, laws: Tensor, rng: Rng) -> Verdict:
+    """Accept n [B] draft tokens along path [B, D+1]; the bonus is drawn from the distribution, of
+    laws [B, N, V], of the last node accepted."""
+    stop = path.gather(1, n[:, None])
+    law = laws.gather(1, stop[..., None].expand(-1, 1, laws.shape[-1]))[:, 0]
+    bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
+    return draft.judged(path, n, bonus)
 
 
 def _drawn(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
@@ -290,3 +227,49 @@ def normalised(w: Tensor, otherwise: Tensor) -> Tensor:
     """w [..., V] scaled to sum 1; `otherwise` where w is all 0 (which has probability 0)."""
     total = w.sum(-1, keepdim=True)
     return torch.where(total > 0, w / total, otherwise)
+
+
+# --- names of rules -------------------------------------------------------------------------------
+
+NAMES = ("match", "reject", "block", "typical", "typical:EPSILON", "lenient:LENIENCE")
+_SHIPPED: dict[str, type[Rule]] = {
+    "match": Match, "reject": Reject, "block": Block, "typical": Typical,
+}  # fmt: skip
+_NUMBERED = {"typical": Typical, "lenient": Reject}
+_PARTS = ("name", "lossy", "wants_q", "samples", "chains_only", "looks_ahead", "emitted")
+
+
+def of(rule: Any) -> Rule:
+    """The rule that a name (see NAMES), an entry point, `module:Class`, a class or an instance
+    stands for. Raises UserError for anything else."""
+    if isinstance(rule, str):
+        return _named(rule)
+    if isinstance(rule, type):
+        rule = objects.construct("rule", rule.__name__, rule)
+    about = f"rule {type(rule).__name__}"
+    if missing := [part for part in _PARTS if not hasattr(rule, part)]:
+        raise UserError(f"{about} has no {', '.join(missing)}: subclass specexp.Rule, which has")
+    if not callable(rule) or type(rule).__call__ is Rule.__call__:
+        raise UserError(f"{about} has no __call__(self, draft, p, rng): define it (specexp.Rule)")
+    objects.check_takes(f"{about}: __call__", rule, "draft, p, rng")
+    checked: Rule = rule
+    return checked
+
+
+def _named(name: str) -> Rule:
+    kind, _, argument = name.partition(":")
+    if kind in _SHIPPED and not argument:
+        return _SHIPPED[kind]()
+    if kind in _NUMBERED:
+        try:
+            return _NUMBERED[kind](float(argument))
+        except ValueError:
+            raise UserError(f"rule {name!r} needs a number, such as {kind}:0.3") from None
+    if kind in _SHIPPED:
+        raise UserError(f"rule {kind} takes no argument, and {argument!r} was given")
+    if (own := objects.resolve("rule", name)) is not None:
+        return of(own)
+    raise UserError(
+        f"rule {name!r} is unknown{meant(kind, [*_SHIPPED, 'lenient'])} (there are "
+        f"{', '.join(NAMES)}; one of your own is module:Class)"
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import re
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -95,21 +96,24 @@ class Tree:
     def parse(cls, shape: str, gamma: int) -> Tree:
         """`chain` (gamma tokens), `3x2x1` (children per node at each depth) or `grown:16` (16
         tokens, at most gamma deep). Raises UserError for anything else."""
+        widths: list[int] = []
         if shape == "chain":
-            _refuse_more_than_most(f"chain of gamma {gamma}", gamma)
-            return cls.chain(gamma)
-        if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+            size = gamma
+        elif grown := re.fullmatch(r"grown:([1-9]\d*)", shape):
+            size = int(grown[1])
+        elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
             widths = [int(width) for width in shape.split("x")]
-            size = sum(math.prod(widths[: d + 1]) for d in range(len(widths)))
-            _refuse_more_than_most(shape, size)
-            return cls.branching(*widths)
-        if grown := re.fullmatch(r"grown:([1-9]\d*)", shape):
-            _refuse_more_than_most(shape, int(grown[1]))
-            return cls.grown(int(grown[1]), gamma)
-        raise UserError(
-            f"tree {shape!r} is unknown; use chain, the children at each depth such as 3x2x1, or "
-            "grown:16 for 16 draft tokens placed by the drafter's confidence"
-        )
+            size = sum(itertools.accumulate(widths, operator.mul))
+        else:
+            raise UserError(
+                f"tree {shape!r} is unknown; use chain, the children at each depth such as 3x2x1, "
+                "or grown:16 for 16 draft tokens placed by the drafter's confidence"
+            )
+        if size > MOST:
+            raise UserError(f"tree {shape} has {size} draft tokens; draft at most {MOST} a round")
+        if shape == "chain":
+            return cls.chain(gamma)
+        return cls.branching(*widths) if widths else cls.grown(size, gamma)
 
     def cut(self, depth: int) -> Tree:
         """The same tree without the nodes deeper than `depth`."""
@@ -180,15 +184,10 @@ class Nodes:
         for _ in range(deepest):
             ancestors = ancestors | ancestors.gather(1, parents[:, :, None].expand(b, N, N))
         depth = ancestors.sum(-1) - 1
-        siblings = (
-            (parents[:, :, None] == parents[:, None, :]) & (arange > 0) & (arange > 0)[:, None]
-        )
-        rank = (siblings & (arange[None, :] < arange[:, None])).sum(-1)
         is_child = (parents[:, None, :] == arange[:, None]) & (arange > 0)  # [b, parent, child]
-        ranked = is_child[..., None] & (
-            rank[:, None, :, None] == torch.arange(width, device=parents.device)
-        )
-        children = (ranked * (arange[:, None] + 1)).sum(2) - 1
+        rank = is_child.cumsum(-1) - 1  # of a child among its siblings
+        place = rank[..., None] == torch.arange(width, device=parents.device)
+        children = ((is_child[..., None] & place) * (arange[:, None] + 1)).sum(2) - 1
         return cls(parents, depth, children, ancestors, deepest)
 
     @property
@@ -207,17 +206,14 @@ class Nodes:
         if self.is_chain:
             n = ok[:, 1:].cumprod(1).sum(1)
             return self.depth.clamp(max=n[:, None]), n
-        root = torch.arange(ok.shape[1], device=ok.device) == 0
-        reached = ((ok | root)[:, None, :] | ~self.ancestors).all(-1)
-        reached_depth = torch.where(reached, self.depth, -1)
-        n, last = reached_depth.max(-1)
-        on_path = self.ancestors.expand(len(ok), -1, -1).gather(
-            1, last[:, None, None].expand(-1, 1, ok.shape[1])
-        )[:, 0]
+        (B, N), node = ok.shape, torch.arange(ok.shape[1], device=ok.device)
+        reached = ((ok | (node == 0))[:, None, :] | ~self.ancestors).all(-1)
+        n, last = torch.where(reached, self.depth, -1).max(-1)
+        last = last[:, None, None].expand(B, 1, N)
+        on_path = self.ancestors.expand(B, N, N).gather(1, last)[:, 0]
         level = torch.arange(self.deepest + 1, device=ok.device).clamp(max=n[:, None])
         at = on_path[:, :, None] & (self.depth[:, :, None] == level[:, None])
-        index = torch.arange(ok.shape[1], device=ok.device)[:, None]
-        return (at * index).sum(1), n
+        return (at * node[:, None]).sum(1), n
 
 
 def line_mask(slots: Tensor, S: int) -> Tensor:
@@ -240,26 +236,14 @@ class Branches:
 
     def mask(self, S: int) -> Tensor:
         """visible [B, n, S]."""
-        return tree_mask(self.root, S, self.ancestors)
+        import torch
 
-
-def tree_mask(root: Tensor, S: int, ancestors: Tensor) -> Tensor:
-    """visible [B, N, S]: each node sees all slots before the root's, and its own ancestors.
-
-    root [B, 1]: the root's slot; ancestors [b, N, M] bool over the M slots from the root's on.
-    """
-    import torch
-
-    M = ancestors.shape[-1]
-    place = torch.arange(S, device=ancestors.device) - root  # [B, S]
-    index = place.clamp(0, M - 1)[:, None].expand(-1, ancestors.shape[1], -1)
-    inside = ((place >= 0) & (place < M))[:, None]
-    return (place < 0)[:, None] | (inside & ancestors.expand(len(root), -1, -1).gather(2, index))
-
-
-def _refuse_more_than_most(shape: str, size: int) -> None:
-    if size > MOST:
-        raise UserError(f"tree {shape} has {size} draft tokens; draft at most {MOST} a round")
+        ancestors = self.ancestors.expand(len(self.root), -1, -1)
+        _, n, M = ancestors.shape
+        place = torch.arange(S, device=ancestors.device) - self.root  # [B, S]
+        index = place.clamp(0, M - 1)[:, None].expand(-1, n, -1)
+        inside = ((place >= 0) & (place < M))[:, None]
+        return (place < 0)[:, None] | (inside & ancestors.gather(2, index))
 
 
 @cache  # never evicted: captured graphs read these tensors at their addresses

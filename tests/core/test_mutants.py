@@ -287,8 +287,9 @@ FULL = "(n == nodes.deepest)[:, None]"
 COIN = "rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)"
 DRAWN = "rng.draw(laws[-1], width, "
 REST = "(left - self.lenience * drawn).clamp(min=0)"
-RETURN = "bonus = rng.categorical(owed"
-OWED = "owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))[:, 0]"
+RETURN = "return with_bonus(draft, path, n, left, rng)"
+STOP = "stop = path.gather(1, n[:, None])"
+OWED = "owed = left.gather(1, stop[..., None].expand(-1, 1, left.shape[-1]))"
 GAINED = "torch.minimum(verdict.n, before_end) + 1"
 ROOM = "(self.limit - self.length).clamp(min=0)"
 reject = (Reject, "__call__")
@@ -303,7 +304,8 @@ law = (Sampling, "law")
 
 def last(new: str) -> dict[str, str]:
     """Reject draws its last token from another law."""
-    return {RETURN: f"owed = {new}\n    {RETURN}"}
+    drawn = RETURN.replace("left", "owed[:, None].expand_as(left)")
+    return {RETURN: f"{STOP}\n    {OWED}[:, 0]\n    owed = {new}\n    {drawn}"}
 
 
 MUTANTS = [
@@ -322,7 +324,7 @@ MUTANTS = [
     Mutant("temperature on q only", Engine, "law",
            {"self.sampling.law(seen.logits)": "Sampling(1.0).law(seen.logits)"},
            "law_when_shaped"),
-    Mutant("stale prefix", trees, "tree_mask", {"return (place < 0)": "return (place < -1)"},
+    Mutant("stale prefix", trees.Branches, "mask", {"(place < 0)[": "(place < -1)["},
            "law_on_trees"),
     Mutant("blind to the token before", trees, "line_mask",
            {"<= slots[:, :, None]": "!= slots[:, :, None] - 1"}, "law_on_chains"),
@@ -336,9 +338,8 @@ MUTANTS = [
            "law_on_chains"),
     Mutant("a node's slot taken for its position", *verify,
            {"slots, positions, visible": "slots, slots, visible"}, "law_on_trees"),
-    Mutant("nodes see their siblings", trees, "tree_mask",
-           {"ancestors.expand(len(root), -1, -1).gather(2, index)": "(index >= 0)"},
-           "law_on_trees"),
+    Mutant("nodes see their siblings", trees.Branches, "mask",
+           {"ancestors.gather(2, index)": "(index >= 0)"}, "law_on_trees"),
     Mutant("logits shaped by committed tokens alone", processors, "texts",
            {"draft.tokens.clamp(min=0)": "seqs.root"},
            "law_when_processed"),
@@ -371,8 +372,8 @@ MUTANTS = [
            {"draft.tokens == at_parent": "draft.tokens == sample"}, "law_of_match"),
     Mutant("accepted after a refusal", Nodes, "accepted", {".cumprod(1)": ""}, "law_on_chains"),
     Mutant("accepted without its ancestors", Nodes, "accepted",
-           {"((ok | root)[:, None, :] | ~self.ancestors).all(-1)":
-            "(ok | root).expand(len(ok), -1)"}, "law_of_match"),
+           {"((ok | (node == 0))[:, None, :] | ~self.ancestors).all(-1)":
+            "(ok | (node == 0)).expand(B, -1)"}, "law_of_match"),
     Mutant("guesses kept only where samples agree", *reject,
            {"nodes, tokens = draft.nodes, draft.tokens": "return Match()(draft, p, rng)"},
            "overlap"),
@@ -387,7 +388,7 @@ MUTANTS = [
     Mutant("block: residual of p, not of P_i p", *block,
            {"(P[..., None] * p - drawn)": "(p - drawn)"}, "law_of_block"),
     Mutant("block: bonus from p", *block,
-           {"normalised(uncovered.gather(1, last), p.gather(1, last))": "p.gather(1, last)"},
+           {"normalised(uncovered, p)": "p"},
            "law_of_block"),
     Mutant("block: stops at the first that fails", *block,
            {"(passes * place).amax(1)": "passes.long().cumprod(1).sum(1)"}, "law_of_block"),
@@ -424,9 +425,9 @@ MUTANTS = [
     Mutant("residual of the first row", *reject, last(f"torch.where({FULL}, owed, left[:, 0])"),
            "law_on_chains"),
     Mutant("residual of the next row", *reject,
-           {OWED: OWED.replace("stop[", "(stop + 1).clamp(max=p.shape[1] - 1)[")},
+           {RETURN: RETURN.replace("left", "left.roll(-1, 1)")},
            "law_on_chains"),
-    Mutant("residual on the guess's noise", *reject, {", RESIDUAL)": ", TOKEN)"},
+    Mutant("residual on the guess's noise", rules, "with_bonus", {", RESIDUAL)": ", TOKEN)"},
            "law_when_sampled"),
     Mutant("bonus from q", *reject, last(f"torch.where({FULL}, draft.q[:, -2], owed)"),
            "law_on_chains"),
