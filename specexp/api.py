@@ -316,11 +316,9 @@ def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
 def _policy(policy: Any, tree: Tree, deepest: int) -> Policy:
     if policy is None:
         return Fixed(tree)
-    if isinstance(policy, str):
-        from specexp.serving import policies  # names of policies that know of requests under load
+    from specexp.serving import policies  # which know of requests under load
 
-        return policies.of(policy, None, deepest)
-    return checked.policy(policy)
+    return policies.of(policy, None, deepest)
 
 
 def usual_gamma(options: dict[str, Any], facts: Facts | None = None) -> int:

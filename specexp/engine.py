@@ -47,10 +47,9 @@ class Generation:
 
 
 class Started(NamedTuple):
-    """A round that is under way: the load and tree it was planned for, the function that waits for
-    its report, and whether its time is that of later rounds like it (`Recorder.steady`)."""
+    """A round that is under way: its tree, the function that waits for its report, and whether its
+    time is that of later rounds like it (`Recorder.steady`)."""
 
-    load: Load
     tree: Tree
     wait: Callable[[], Reports]
     steady: bool
@@ -195,7 +194,12 @@ class Engine:
             UserError: a prompt does not fit the context, or memory is short.
             NonFiniteLogits: a model produced NaN or infinite logits.
         """
-        self._fits(prompts, max_new_tokens)
+        longest = max(map(len, prompts), default=0)
+        if (over := longest + max_new_tokens - self.target.context) > 0:
+            raise UserError(
+                f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the "
+                f"{context(self.target.config)} of {self.target.name} by {over}"
+            )
         batch = Sequences.of(
             prompts, max_new_tokens,
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
@@ -203,7 +207,7 @@ class Engine:
         begin = time.perf_counter()
         seqs = self.begin(batch)
         trace = Trace(len(prompts), time.perf_counter() - begin)
-        slots = batch.tokens.shape[1]
+        load = Load(len(prompts), batch.tokens.shape[1])
         lengths = [len(prompt) for prompt in prompts]
         left = max_new_tokens  # the most tokens that any row still needs
         behind = 0  # tokens per row committed without the drafter
@@ -213,19 +217,13 @@ class Engine:
                 pending = sum(started.tree.depth + 1 for started in running)  # tokens, at most
                 if running and pending >= left:
                     break
-                load = Load(len(prompts), slots)
-                plan = self.policy.choose(load)
-                longest = max(lengths) + pending
-                too_short(self.drafter, longest)
-                room = max(0, self.drafter.context - longest)
-                tree = plan.tree.cut(room)
+                tree, hold = self._next(load, max(lengths) + pending)
                 if tree.depth and behind:
                     self.drafter.catch_up(seqs, behind)
                 behind = 0 if tree.depth else behind + 1
-                fitting = 1 + (room - tree.depth) // (tree.depth + 1) if tree.depth else plan.hold
-                wait = self.start(seqs, tree, min(plan.hold, fitting))
-                running.append(Started(load, tree, wait, self.recorder.steady))
-            load, tree, wait, steady = running.popleft()
+                wait = self.start(seqs, tree, hold)
+                running.append(Started(tree, wait, self.recorder.steady))
+            tree, wait, steady = running.popleft()
             reports = wait()
             behind += (len(reports) - 1) * (not tree.depth)
             for rows, now in reports:
@@ -244,18 +242,20 @@ class Engine:
             [seqs.tokens[i, len(p) : lengths[i]].tolist() for i, p in enumerate(prompts)], trace
         )
 
+    def _next(self, load: Load, longest: int) -> tuple[Tree, int]:
+        """The tree that the policy plans, cut to what the drafter can draft after `longest` tokens,
+        and how many rounds it may be held."""
+        too_short(self.drafter, longest)
+        plan, room = self.policy.choose(load), max(0, self.drafter.context - longest)
+        tree = plan.tree.cut(room)
+        if not tree.depth:
+            return tree, plan.hold
+        return tree, min(plan.hold, 1 + (room - tree.depth) // (tree.depth + 1))
+
     @property
     def ahead(self) -> int:
         """How many further rounds may be running while the host reads a round's report."""
         return self.recorder.ahead if self.whole else 0
-
-    def _fits(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        longest = max(map(len, prompts), default=0)
-        if (over := longest + max_new_tokens - self.target.context) > 0:
-            raise UserError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the "
-                f"{context(self.target.config)} of {self.target.name} by {over}"
-            )
 
     def _ended(self, rows: list[list[int]], tree: Tree, end_s: float) -> Round:
         live = self.steps(rows)

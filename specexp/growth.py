@@ -6,7 +6,7 @@ row by the drafter's confidence. This file does not know what computes the logit
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -58,8 +58,6 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
     nodes = tree.nodes(device)
-    if not tree.depth:
-        return replace(seqs.draft(nodes), memo=nodes.depth)
     place = torch.arange(len(tree), device=device)[None]
     tokens, rank = seqs.root, place[:, :1]
     drafted = [tokens]
@@ -87,8 +85,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         leaves = len(tree) - tree.levels[-1].start
         none = torch.zeros(B, leaves, V, dtype=laws[0].dtype, device=device)
         q = torch.cat([*laws, none], 1)
-    tokens = columns(*drafted) if tree.is_chain else torch.cat(drafted, 1)
-    return Draft(tokens, nodes, seqs, q, memo=place)
+    return Draft(columns(*drafted), nodes, seqs, q, memo=place)
 
 
 def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
@@ -102,16 +99,12 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
     wide = K if D > 1 else N - 1
     B, device = len(seqs.tokens), seqs.tokens.device
     M = 1 + (D - 1) * K
-    ancestors = torch.zeros(B, 1, M, dtype=torch.bool, device=device).index_fill(
-        2, torch.zeros(1, dtype=torch.int64, device=device), True
-    )
+    ancestors = (torch.arange(M, device=device) == 0).expand(B, 1, M)
     zero = torch.zeros(B, 1, dtype=torch.int64, device=device)
     level = Level(0, slice(0, 1), seqs.drafting(seqs.root, 0), zero, ancestors)
     trust = torch.zeros(B, 1, device=device)
     name = zero  # the number of a candidate: 0 is the root, then 1, 2, ... in order of creation
-    candidates: list[
-        tuple[Tensor, ...]
-    ] = []  # tokens, confidence, parent's name, place; [B, n] each
+    candidates: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's name, place; [B, n]
     count = 1
     for depth in range(1, D + 1):
         best = step(level).float().log_softmax(-1).clamp(max=0).topk(wide)
@@ -134,13 +127,12 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
             trust, name = confidence.gather(1, chosen), count + chosen
         candidates.append((tokens, confidence, parent, place))
         count += n
-    tokens, confidence, parent, place = (
-        torch.cat(part, 1) for part in zip(*candidates, strict=True)
-    )
+    parts = (torch.cat(part, 1) for part in zip(*candidates, strict=True))
+    tokens, confidence, parent, place = parts
     likeliest = confidence.sort(dim=1, descending=True, stable=True).indices[:, : N - 1]
     selected = likeliest.sort(1).values
     number = torch.zeros(B, count, dtype=torch.int64, device=device)
     number = number.scatter(1, selected + 1, torch.arange(1, N, device=device).expand(B, -1))
     parents = torch.cat([zero, number.gather(1, parent.gather(1, selected))], 1)
-    draft = seqs.draft(Nodes.of(parents, D, wide), tokens.gather(1, selected))
-    return replace(draft, memo=torch.cat([zero, place.gather(1, selected)], 1))
+    memo = torch.cat([zero, place.gather(1, selected)], 1)
+    return seqs.draft(Nodes.of(parents, D, wide), tokens.gather(1, selected), memo=memo)

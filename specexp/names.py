@@ -58,36 +58,31 @@ def name_of(model: Any) -> str:
 
 
 def drafter_of(drafter: Any) -> tuple[str, str, Any]:
-    """Method, argument and, unless the method is shipped, the object of a drafter."""
-    if isinstance(drafter, str):
-        method, argument = split(drafter)
-        if method in fitting.shipped() and drafter.startswith(method):
-            return method, argument, None
-        if not Path(drafter).is_dir() and (own := objects.find("drafter", drafter)):
-            return drafter.removesuffix(f":{own[1]}"), own[1], own[0]
-        if method == "model" and (module := objects.module_of(drafter)):
-            raise UserError(
-                f"drafter {drafter}: there is no module {module}, neither installed nor in the "
-                f"folder {Path.cwd()}"
-            )
-        return method, argument, None
+    """Method, argument and, unless the method is shipped, the object of a drafter. A model's name
+    alone means `model:NAME`."""
     if isinstance(drafter, Drafter):
         return drafter.name, "", drafter
     if isinstance(drafter, nn.Module):
         return name_of(drafter), "", drafter
-    return getattr(drafter, "__name__", type(drafter).__name__), "", drafter
-
-
-def split(drafter: str) -> tuple[str, str]:
-    """Method and argument of a drafter's name; a model's name alone means `model:NAME`."""
+    if not isinstance(drafter, str):
+        return getattr(drafter, "__name__", type(drafter).__name__), "", drafter
     method, _, argument = drafter.partition(":")
-    if method in fitting.methods():
-        return method, argument
-    if "/" in method or Path(drafter).is_dir():
-        return "model", drafter
-    if method in drafters.OTHER_NAMES or difflib.get_close_matches(method, fitting.methods(), n=1):
-        return method, argument  # refused, with what was meant
-    return "model", drafter
+    if method in fitting.shipped():
+        return method, argument, None
+    if Path(drafter).is_dir():
+        return "model", drafter, None
+    if own := objects.find("drafter", drafter):
+        return drafter.removesuffix(f":{own[1]}"), own[1], own[0]
+    if "/" not in method and (
+        method in drafters.OTHER_NAMES or difflib.get_close_matches(method, fitting.methods(), n=1)
+    ):
+        return method, argument, None  # refused, with what was meant
+    if module := objects.module_of(drafter):
+        raise UserError(
+            f"drafter {drafter}: there is no module {module}, neither installed nor in the folder "
+            f"{Path.cwd()}"
+        )
+    return "model", drafter, None
 
 
 def resolve_drafter(target: Any, drafter: str) -> str:

@@ -128,8 +128,7 @@ class Sequences:
         rows = range(len(prompts)) if streams is None else streams
         if len(rows) != len(prompts):
             raise UserError(f"{len(rows)} streams for {len(prompts)} prompts; name one for each")
-        longest = max(map(len, prompts))
-        S = longest + max_new_tokens + slack
+        S = max(map(len, prompts)) + max_new_tokens + slack
         tokens = torch.zeros(len(prompts), S, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt)
@@ -159,21 +158,12 @@ class Sequences:
     @cached_property
     def address(self) -> tuple[int, ...]:
         """Identifies this memory; a recorded round is valid for one address only."""
-        return (
-            self.first,
-            *self.tokens.shape,
-            self.tokens.data_ptr(),
-            *(x.data_ptr() for x in self.ragged),
-        )
+        budget = 0 if self.budget is None else self.budget.data_ptr()
+        return (self.first, *self.tokens.shape, self.tokens.data_ptr(), budget)
 
     @property
     def device(self) -> torch.device:
         return self.tokens.device
-
-    @property
-    def ragged(self) -> tuple[Tensor, ...]:
-        """The tensor that limits how deep each row may draft, if there is one."""
-        return () if self.budget is None else (self.budget,)
 
     @property
     def rows(self) -> slice:
@@ -210,14 +200,11 @@ class Sequences:
         return until(tokens, beyond, self.budget)
 
     def draft(
-        self,
-        nodes: Nodes,
-        drafted: Tensor | None = None,
-        q: Tensor | None = None,
+        self, nodes: Nodes, drafted: Tensor | None = None, q: Tensor | None = None, memo: Any = None
     ) -> Draft:
         """A draft over `nodes` with draft tokens `drafted` [B, N-1]; None: the root alone."""
         tokens = self.root if drafted is None else torch.cat([self.root, drafted], 1)
-        return Draft(tokens, nodes, self, q)
+        return Draft(tokens, nodes, self, q, memo)
 
     def keys(self, depth: Tensor) -> Tensor:
         """[B, n] noise addresses of the tokens that follow nodes at `depth` [b, n]."""
@@ -244,7 +231,7 @@ class Sequences:
 
 @op
 def columns(*parts: Tensor) -> Tensor:
-    """Concatenate n columns [B, 1], which may be strided views, into [B, n]."""
+    """Side by side: parts [B, n], which may be strided views."""
     return torch.cat(parts, 1)
 
 

@@ -32,32 +32,33 @@ class NGram(Drafter):
         if len(tree) == 1:
             return seqs.draft(nodes)
         leaves, branch = first_leaf(tree, seqs.tokens.device)
-        ends, agrees = self._occurrences(seqs, leaves)  # [B, leaves]
+        S = seqs.tokens.shape[1]
+        place = torch.arange(S, device=seqs.tokens.device)
+        matched = matched_until(seqs, self.n)
+        score = torch.where(matched > 0, matched * S + place, -1)
+        best = score.topk(min(leaves, S), dim=1)  # the longest match, then the latest
+        end, known = best.indices[:, branch], best.values[:, branch] >= 0
         step = nodes.depth[:, 1:]
-        end, matched = ends[:, branch], agrees[:, branch] > 0
         last = seqs.length[:, None] - 1
         period = (last - end).clamp(min=1)  # past the end of the row, the copy repeats itself
         at = end + 1 + (step - 1) % period
-        at = at.clamp(0, seqs.tokens.shape[1] - 1)  # where nothing was found, `end` is arbitrary
+        at = at.clamp(0, S - 1)  # where nothing was found, `end` is arbitrary
         token = seqs.tokens.gather(1, at)
-        drafted = torch.where(matched & (token < self.vocab), token, -1)
-        return seqs.draft(nodes, drafted)
+        return seqs.draft(nodes, torch.where(known & (token < self.vocab), token, -1))
 
-    def _occurrences(self, seqs: Sequences, count: int) -> tuple[Tensor, Tensor]:
-        """Where the `count` best earlier matches end, longest first, then latest, and how many
-        tokens match there: [B, count] each."""
-        S = seqs.tokens.shape[1]
-        end = torch.arange(S, device=seqs.tokens.device)
-        last = seqs.length[:, None] - 1
-        same = torch.ones_like(seqs.tokens, dtype=torch.bool)
-        matched = torch.zeros_like(seqs.tokens)
-        for back in range(self.n):
-            suffix = seqs.tokens.gather(1, (last - back).clamp(min=0))
-            same = same & (end >= back) & (seqs.tokens.roll(back, 1) == suffix) & (last >= back)
-            matched += same
-        score = torch.where((end < last) & (matched > 0), matched * S + end, -1)
-        best = score.topk(min(count, S), dim=1)
-        return best.indices, best.values.clamp(min=0) // S
+
+def matched_until(seqs: Sequences, longest: int) -> Tensor:
+    """[B, S]: of the tokens up to each place before the root, how many equal the last ones of the
+    row, the root included; at most `longest`."""
+    place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
+    last = seqs.length[:, None] - 1
+    same = place < last
+    matched = torch.zeros_like(seqs.tokens)
+    for back in range(longest):
+        token = seqs.tokens.gather(1, (last - back).clamp(min=0))
+        same = same & (place >= back) & (seqs.tokens.roll(back, 1) == token) & (last >= back)
+        matched += same
+    return matched
 
 
 @cache  # never freed: recorded graphs read these tensors

@@ -86,7 +86,7 @@ class Planted(Drafter):
         right = _COINS.bernoulli(odds, mix(keys + salt), 0) & (rank == 0)
         miss = (1 + rank) * ~right
         tokens = (future.gather(1, place) + miss) % self.target.vocab
-        return replace(seqs.draft(nodes, tokens), memo=work.memo)
+        return seqs.draft(nodes, tokens, memo=work.memo)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         self.worker.observe(seqs, draft, verdict, seen)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
+from specexp.drafters.ngram import matched_until
 from specexp.ops import op
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences
@@ -33,10 +34,10 @@ class Suffix(Drafter):
             return seqs.draft(nodes)
         B, S = seqs.tokens.shape
         place = torch.arange(S, device=seqs.tokens.device)
-        agreed = self._agreed(seqs)
-        most = agreed.amax(1, keepdim=True)
+        matched = matched_until(seqs, self.longest)
+        most = matched.amax(1, keepdim=True)
         # per node: the row up to it, the places that match it, its estimated probability
-        text, agree = [seqs.tokens], [(agreed == most) & (most > 0)]
+        text, agree = [seqs.tokens], [(matched == most) & (most > 0)]
         confidence = [torch.ones(B, 1, device=place.device)]
         drafted: list[Tensor] = []
         for parent in range(len(tree)):
@@ -61,18 +62,6 @@ class Suffix(Drafter):
                 confidence.append(probability)
                 drafted.append(torch.where(likely, token, -1))
         return seqs.draft(nodes, torch.cat(drafted, 1))
-
-    def _agreed(self, seqs: Sequences) -> Tensor:
-        """[B, S]: the length of the match that ends at each place, up to `longest`."""
-        place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
-        last = seqs.length[:, None] - 1
-        same = place < last
-        agreed = torch.zeros_like(seqs.tokens)
-        for back in range(self.longest):
-            token = seqs.tokens.gather(1, (last - back).clamp(min=0))
-            same = same & (place >= back) & (seqs.tokens.roll(back, 1) == token) & (last >= back)
-            agreed += same
-        return agreed
 
 
 def prepare(request: Request) -> Prepared:

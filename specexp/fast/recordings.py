@@ -46,7 +46,7 @@ class Replay:
     again: Callable[[], Any] | None = None
     refused: bool = False
     inputs: tuple[Tensor, ...] = ()
-    held: tuple[Tensor, ...] = ()
+    held: tuple[Tensor | None, ...] = ()
     result: Any = None
 
 
@@ -99,7 +99,7 @@ class Recordings(Recorder):
 
     def run(
         self, kind: Hashable, key: Hashable, fn: Callable[..., T], *inputs: Tensor,
-        held: tuple[Tensor, ...] = (),
+        held: tuple[Tensor | None, ...] = (),
     ) -> T:  # fmt: skip
         """fn(*inputs), replayed if it is recorded. Read the result before the next run of the same
         `kind`.
@@ -155,8 +155,8 @@ def _key(engine: Engine, seqs: Sequences, of: Hashable) -> Hashable:
     return of, seqs.address, torch.get_num_threads(), *parts, engine.drafter.shaped_by, *caches
 
 
-def _memory(seqs: Sequences) -> tuple[Tensor, ...]:
-    return seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, *seqs.ragged
+def _memory(seqs: Sequences) -> tuple[Tensor | None, ...]:
+    return seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, seqs.budget
 
 
 class HostCopy:

@@ -388,8 +388,8 @@ def test_folder_named_like_a_method_is_a_draft_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "draft-model").mkdir()
     for name in ("draft-model", "./my-model", "models/ft", "me/my-model"):
-        assert names.split(name) == ("model", name)
-    assert names.split("eagl:me/heads") == ("eagl", "me/heads")
+        assert names.drafter_of(name) == ("model", name, None)
+    assert names.drafter_of("eagl:me/heads") == ("eagl", "me/heads", None)
 
 
 def test_lossy_rule_is_not_reported_as_exact(run):
