@@ -141,11 +141,10 @@ def _faults_of_draft(V: int, draft: Any, seqs: Sequences, tree: Tree, rng: Rng) 
             f"proposed tokens in {str(tokens.dtype)[6:]} on {tokens.device}: make them int64 on "
             f"{seqs.tokens.device}"
         )
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < -1 or high >= V:
+    for token in _outside(tokens, -1, V):
         yield (
-            f"proposed token {low if low < -1 else high}, outside the vocabulary of {V} tokens: "
-            f"use 0 to {V - 1}, or -1 for no draft token"
+            f"proposed token {token}, outside the vocabulary of {V} tokens: use 0 to {V - 1}, or "
+            "-1 for no draft token"
         )
     if not torch.equal(tokens[:, :1], seqs.root):
         yield "changed the root: node 0 is the last committed token; use seqs.draft(nodes, tokens)"
@@ -168,11 +167,11 @@ def _faults_of_q(draft: Draft, shape: tuple[int, int, int]) -> Iterator[str]:
     rows = q.float()[drawn]
     if not rows.numel():
         return
-    if not bool(rows.isfinite().all()) or float(rows.min()) < 0:
+    if not bool((rows.isfinite() & (rows >= 0)).all()):
         yield "returned a q with negative or non-finite entries: it must be a distribution"
     sums = rows.sum(-1)
-    if float((sums - 1).abs().max()) > _SUM:
-        worst = float(sums[(sums - 1).abs().argmax()])
+    worst = float(sums[(sums - 1).abs().argmax()])
+    if abs(worst - 1) > _SUM:
         yield (
             f"returned a q that sums to {worst:.4g}: it must be the distribution from which a "
             "node's children were drawn, with sum 1 (q=None: they were chosen)"
@@ -191,11 +190,10 @@ def _faults_of_verdict(V: int, verdict: Any, draft: Draft, p: Tensor, rng: Rng) 
                 f"returned {part} {list(value.shape)} in {str(value.dtype)[6:]}: it must be "
                 f"{list(shape)} in int64"
             )
-    if int(path.min()) < 0 or int(path.max()) >= N:
-        odd = int(path.min()) if int(path.min()) < 0 else int(path.max())
-        yield f"returned a path through node {odd} of a draft of {N} nodes: use 0 to {N - 1}"
-    if int(n.min()) < 0 or int(n.max()) > D:
-        yield f"accepted {int(n.max())} draft tokens of a draft {D} deep: n must be 0 to {D}"
+    for node in _outside(path, 0, N):
+        yield f"returned a path through node {node} of a draft of {N} nodes: use 0 to {N - 1}"
+    for count in _outside(n, 0, D + 1):
+        yield f"accepted {count} draft tokens of a draft {D} deep: n must be 0 to {D}"
     parents = draft.nodes.parents.expand(B, -1).gather(1, path)
     step = torch.arange(1, D + 1, device=path.device) <= n[:, None]  # [B, D]
     if bool((path[:, 0] != 0).any()) or bool(((parents[:, 1:] != path[:, :-1]) & step).any()):
@@ -205,9 +203,14 @@ def _faults_of_verdict(V: int, verdict: Any, draft: Draft, p: Tensor, rng: Rng) 
         yield "accepted a node without a draft token (-1)"
     if bool(((tokens != new[:, :-1]) & step).any()):
         yield "emits other tokens than it accepted: new[:, i] is the token of path[:, i + 1]"
-    bonus = new.gather(1, n[:, None])
-    if int(bonus.min()) < 0 or int(bonus.max()) >= V:
-        yield f"emits token {int(bonus.max())}, outside the vocabulary of {V} tokens"
+    for bonus in _outside(new.gather(1, n[:, None]), 0, V):
+        yield f"emits token {bonus}, outside the vocabulary of {V} tokens"
+
+
+def _outside(x: Tensor, least: int, end: int) -> list[int]:
+    """The values of x that are below `least`, or `end` or more."""
+    values: list[int] = x[(x < least) | (x >= end)].tolist()
+    return values
 
 
 def _faults_of_plan(widest: int, plan: Any, load: Load) -> Iterator[str]:

@@ -12,8 +12,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -50,10 +49,13 @@ def find(kind: str, text: str) -> tuple[Any, str] | None:
     if not (parts := _WRITTEN.fullmatch(text)):
         return None
     module, name, argument = parts[1], parts[2], parts[3] or ""
-    with _working_folder():
+    sys.path.insert(0, here := str(Path.cwd()))  # before all others, as in a notebook
+    try:
         if not _exists(module):
             return None
         loaded = _attempt(kind, text, lambda: importlib.import_module(module))
+    finally:
+        sys.path.remove(here)
     if not hasattr(loaded, name):
         raise UserError(f"{kind} {text}: module {module} has no {name}")
     return getattr(loaded, name), argument
@@ -126,14 +128,3 @@ def _exists(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-@contextmanager
-def _working_folder() -> Iterator[None]:
-    """The working folder before all others on the path, as in a notebook."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)

@@ -48,10 +48,10 @@ class Rows:
         self.drafter.allocate(B, S)
         self.target.cache.drafters.add(self.drafter)
 
-    def reserve(self, B: int, S: int, eos: Sequence[int], room: int) -> Sequences:
+    def reserve(self, B: int, S: int, eos: Sequence[int], room: int) -> None:
         """Allocate B empty rows of S slots, for texts that end at one of these tokens."""
         self.allocate(B, S, room)
-        return self._renew(eos)
+        self._renew(eos)
 
     @torch.inference_mode()
     def enter(self, batch: Sequences) -> Sequences:
@@ -98,20 +98,16 @@ class Rows:
                 raise
             self.allocate(B, S, room)
 
-    def _renew(self, eos: Sequence[int]) -> Sequences:
+    def _renew(self, eos: Sequence[int]) -> None:
         rows, size = self._size()
         self.seqs = Sequences.empty(rows, size, eos, self.target.device)
         self.budget = torch.empty_like(self.seqs.length)
         self.owner = self._owner(eos)
-        return self.seqs
 
     def _owner(self, eos: Sequence[int]) -> tuple[object, ...]:
         state = tuple(part.data_ptr() for part in self.drafter.state)  # another may have moved it
-        return self._mark(), tuple(eos), state
-
-    def _mark(self) -> object:
-        """Identifies the target's cache without keeping it."""
-        return self.target.cache and self.target.cache.mark
+        cache = self.target.cache and self.target.cache.mark  # which does not keep it alive
+        return cache, tuple(eos), state
 
     def _size(self) -> tuple[int, int]:
         """Rows and slots of the target's cache."""
