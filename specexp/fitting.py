@@ -7,7 +7,7 @@ import pkgutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from specexp import objects
 from specexp.errors import UserError
@@ -43,20 +43,13 @@ class Limits:
     slots: int = 1
 
 
-class Judging(Protocol):
-    """What of an acceptance rule decides where it can judge (`rules.Rule`)."""
-
-    name: str
-    chains_only: bool
-    wants_q: bool
-
-
 def fit(
-    drafter: str, limits: Limits, tree: Tree, vocab: int, rule: Judging | None, temperature: float
+    drafter: str, limits: Limits, tree: Tree, vocab: int, rule: Any, temperature: float
 ) -> None:
     """Raise UserError if the drafter cannot make this draft, or the rule cannot judge it.
 
-    drafter: its method; vocab: tokens of the target; rule: None is `auto`."""
+    drafter: its method; vocab: tokens of the target; rule: what has a rule's `name`, `chains_only`
+    and `wants_q`, or None for `auto`."""
     widest = max(tree.parents.count(i) for i in range(len(tree)))
     if tree.depth > limits.deepest:
         raise UserError(

@@ -124,7 +124,11 @@ def measured_speedup(
     propose them; `verify`: time of the target pass over gamma + 1 tokens, including the rule;
     `step`: time of a plain step. All three in one unit and at one load. Equals Theorem 3.8 for
     constant conditionals and verify = step."""
-    _check_times(draft, verify, step)
+    if not 0 <= draft < math.inf:
+        raise UserError(f"the draft time must be finite and not negative, not {draft}")
+    for name, time in (("verify", verify), ("step", step)):
+        if not 0 < time < math.inf:
+            raise UserError(f"the {name} time must be finite and positive, not {time}")
     return tokens_of_round(conditional) * step / (draft + verify)
 
 
@@ -150,14 +154,6 @@ def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:
         raise UserError(f"gamma is a whole number of draft tokens from 0 to {LONGEST}, not {gamma}")
     if not 0 <= cost < math.inf:
         raise UserError(f"cost is in plain target steps, finite and not negative, not {cost}")
-
-
-def _check_times(draft: float, verify: float, step: float) -> None:
-    if not 0 <= draft < math.inf:
-        raise UserError(f"the draft time must be finite and not negative, not {draft}")
-    for name, time in (("verify", verify), ("step", step)):
-        if not 0 < time < math.inf:
-            raise UserError(f"the {name} time must be finite and positive, not {time}")
 
 
 def _laws(name: str, laws: ArrayLike) -> np.ndarray:

@@ -134,11 +134,14 @@ class Costs:
         """A plain step, without a draft."""
         return self.verify_s(batch, 1, context)
 
-    def round_s(self, batch: float, gamma: float, context: float) -> float:
-        """A round of gamma draft tokens a row; gamma 0 is a plain step, without the drafter."""
-        if gamma == 0:
-            return self.step_s(batch, context)
-        return self.draft_s(batch, gamma, context) + self.verify_s(batch, gamma + 1, context)
+    def round_s(
+        self, batch: float, gamma: float, context: float, drafted: float | None = None
+    ) -> float:
+        """A round of gamma draft tokens a row; gamma 0 is a plain step, without the drafter.
+        drafted: draft tokens of all rows that are verified, by default all of them."""
+        drafting = self.draft_s(batch, gamma, context) if gamma else 0.0
+        tokens = 1 + (gamma if drafted is None else drafted / batch)
+        return drafting + self.verify_s(batch, tokens, context)
 
     def upto(self, deepest: int) -> Costs:
         """This table without longer drafts than that."""
@@ -180,15 +183,8 @@ class Costs:
     ) -> float:
         """`theory.measured_speedup` of gamma draft tokens at this load. conditional[i]: P(token
         i + 1 of a draft accepted given that token i was); tokens beyond its end never are."""
-        if gamma == 0:
-            return 1.0
-        acceptance = [*conditional[:gamma], *[0.0] * (gamma - len(conditional))]
-        return theory.measured_speedup(
-            acceptance,
-            self.draft_s(batch, gamma, context),
-            self.verify_s(batch, gamma + 1, context),
-            self.step_s(batch, context),
-        )
+        tokens = theory.tokens_of_round(conditional[:gamma])
+        return tokens * self.step_s(batch, context) / self.round_s(batch, gamma, context)
 
     def sparing(self, share: float) -> Costs:
         """This table for a drafter that makes only this share of the tokens asked for: cheaper to

@@ -61,6 +61,20 @@ class OutOfMemory(Exception):
     """A pass did not fit in memory; the rows are as they were before it."""
 
 
+@contextmanager
+def passes() -> Iterator[None]:
+    """Around passes: no gradients, and whatever an allocator raises when memory is short becomes
+    OutOfMemory."""
+    try:
+        with torch.inference_mode():
+            yield
+    except RuntimeError as e:
+        if not (isinstance(e, torch.OutOfMemoryError) or ran_out(str(e))):
+            raise
+        torch.cuda.empty_cache()
+        raise OutOfMemory(first_line(e)) from e
+
+
 class EngineRows:
     """Rows of `slots` slots each; fewer than `count` where those do not fit in memory. `slack`:
     slots kept free behind a sequence for a draft; `timer`: their clock, which stands still until
@@ -90,47 +104,43 @@ class EngineRows:
         for lm in self.engine.models:
             lm.forget(row)
 
+    @passes()
     def read(self, row: int, start: int, stop: int) -> None:
         """The target's prefill of the tokens start..stop-1 of a row."""
-        with _memory():
-            seqs = self._window(row, 1, stop)
-            hidden = self.engine.target.prefill(seqs, start, stop, self.engine.drafter.taps)
-            if hidden is not None:
-                self._hidden[row].append(hidden)
+        seqs = self._window(row, 1, stop)
+        hidden = self.engine.target.prefill(seqs, start, stop, self.engine.drafter.taps)
+        if hidden is not None:
+            self._hidden[row].append(hidden)
 
-    @torch.inference_mode()
+    @passes()
     def begin(self, row: int, limit: int) -> None:
         """End the prefill of a row: from now on it is decoded, up to `limit` tokens."""
         self.seqs.limit[row] = limit
         hidden = torch.cat(self._hidden[row], 1) if self._hidden[row] else None
-        with _memory():
-            self.engine.drafter.prefill(self._window(row, 1, limit), hidden)
+        self.engine.drafter.prefill(self._window(row, 1, limit), hidden)
         del self._hidden[row]
 
-    @torch.inference_mode()
+    @passes()
     def catch_up_row(self, row: int, start: int, stop: int) -> None:
         """The drafter's prefill of the tokens start..stop-1 of a row."""
         seqs = self._window(row, 1, stop + 1)
         until = replace(seqs, length=torch.full_like(seqs.length, stop + 1))
-        with _memory():
-            self.engine.drafter.catch_up(until, stop - start)
+        self.engine.drafter.catch_up(until, stop - start)
 
-    @torch.inference_mode()
+    @passes()
     def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None:
         """The drafter's prefill of the last `missed` tokens before the root, in all rows with a
         budget above 0."""
-        with _memory():
-            self.engine.drafter.catch_up(self._rows(budget, longest, 1), missed)
+        self.engine.drafter.catch_up(self._rows(budget, longest, 1), missed)
 
-    @torch.inference_mode()
+    @passes()
     def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
         """One round of the first len(budget) rows, of which none is longer than `longest`. A row
         drafts as deep as its budget (-1: it is not decoded)."""
         too_short(self.engine.drafter, longest)
         if self._reads_used(self._covered(len(budget)), tree):
             longest = self.slots  # costs nothing, and one capture serves sequences of any length
-        with _memory():
-            return self.engine.run(self._rows(budget, longest, tree.depth), tree)
+        return self.engine.run(self._rows(budget, longest, tree.depth), tree)
 
     def rehearse(self, deepest: int) -> None:
         """Capture the rounds of every size with drafts up to that depth before the first request
@@ -197,14 +207,13 @@ class EngineRows:
         return [int(t) for t in self.seqs.tokens[row, start:stop].tolist()]
 
 
-@torch.inference_mode()
 def _allocated(engine: Engine, rows: int, slots: int, slack: int) -> int:
     """Allocate for at most `rows` rows; returns how many fit. Caches are allocated in a model's
     first pass, so a pass of one token is run."""
     text = Sequences.of([[0, 0]], 0, slack=0, device=engine.target.device)
     while True:
         try:
-            with _memory():
+            with passes():
                 engine.rows.reserve(rows, slots, engine.eos, slack)
                 engine.target.prefill(text, 0, 1)
                 engine.drafter.catch_up(text, 1)
@@ -215,17 +224,3 @@ def _allocated(engine: Engine, rows: int, slots: int, slack: int) -> int:
                 raise UserError(message) from e
             rows //= 2
             log.warning("too little memory for more than %d rows of %d slots", rows, slots)
-
-
-@contextmanager
-def _memory() -> Iterator[None]:
-    """Turns whatever an allocator raises when memory is short into OutOfMemory."""
-    try:
-        yield
-    except torch.OutOfMemoryError as e:
-        torch.cuda.empty_cache()
-        raise OutOfMemory(first_line(e)) from e
-    except RuntimeError as e:
-        if not ran_out(str(e)):
-            raise
-        raise OutOfMemory(first_line(e)) from e

@@ -9,7 +9,7 @@ from typing import Literal
 from specexp.policy import Plan, Stream
 from specexp.trace import Step
 
-State = Literal["waiting", "reading", "writing", "done", "refused", "cancelled", "failed"]
+State = Literal["waiting", "reading", "writing", "done", "refused", "failed"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Response:
 
     @property
     def over(self) -> bool:
-        return self.state in ("done", "refused", "cancelled", "failed")
+        return self.state in ("done", "refused", "failed")
 
     def end(self, state: State, reason: str, now: float) -> Response:
         assert not self.over, "a request is answered once"

@@ -86,17 +86,6 @@ class Server:
             return f"the queue is full: {self.queue} requests wait"
         return ""
 
-    def cancel(self, response: Response) -> None:
-        """Stop a request. Its response keeps the tokens generated so far; its row is free."""
-        if response.over:
-            return
-        if response.state == "waiting":
-            self.waiting = deque(other for other in self.waiting if other is not response)
-            response.end("cancelled", "", self.now)
-            return
-        at = next(i for i, row in enumerate(self.occupied) if row and row.response is response)
-        self._vacate(at, "cancelled")
-
     def step(self) -> bool:
         """Admit, prefill, run a round; False when there was nothing to do."""
         self._admit()

@@ -41,7 +41,7 @@ def test_request_times_count_from_arrival():
     for column, values in wanted.items():
         np.testing.assert_array_equal(table[column], values, column)
     assert list(table["kind"]) == ["code", "chat", "code", "code", "code"]
-    assert list(table["state"]) == ["done", "done", "done", "refused", "cancelled"]
+    assert list(table["state"]) == ["done", "done", "done", "refused", "failed"]
 
 
 def test_gaps_are_between_deliveries_not_tokens():

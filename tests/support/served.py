@@ -20,7 +20,7 @@ ANSWERS = [
     answer(2.0, (2.25, 1), begun_s=2.125, prompt=7, kind="chat"),
     answer(2.0, (3.0, 4), begun_s=2.5),
     answer(2.5, state="refused"),
-    answer(3.0, (3.5, 2), begun_s=3.25, state="cancelled"),
+    answer(3.0, (3.5, 2), begun_s=3.25, state="failed"),
 ]
 TICKS = [
     tick(1.0, 2.0, 0.75, live=1, rows=2, speculated=2, drafted=3, accepted=1, emitted=2, waiting=4),

@@ -48,11 +48,6 @@ class Prices:
         # which they came; all three fade
         self.arrived, self.lacked, self.lasted = 0.0, 0.0, self.memory
 
-    def table_s(self, rows: int, context: int, gamma: int, drafted: int) -> float:
-        """Seconds of a round by the cost table, in which so many draft tokens are verified."""
-        drafting = self.costs.draft_s(rows, gamma, context) if gamma else 0.0
-        return drafting + self.costs.verify_s(rows, 1 + drafted / rows, context)
-
     def seconds(
         self, load: Load, gammas: Sequence[int], filled: float, drafts: bool
     ) -> list[float]:
@@ -70,8 +65,8 @@ class Prices:
         made = filled if self.costs.packs else 1.0
         seconds = []
         for gamma in gammas:
-            least = self.table_s(rows, load.context, gamma, 0)
-            most = self.table_s(rows, load.context, gamma, gamma * rows)
+            least = self.costs.round_s(rows, gamma, load.context, 0)
+            most = self.costs.round_s(rows, gamma, load.context)
             took = least + made * (most - least) + (start if gamma else 0.0)
             seconds.append(slowdown.factor(gamma) * took)
         return seconds
@@ -106,7 +101,7 @@ class Prices:
             if calm and behind < LONG and seconds is not None:
                 rows = self._paid(load)
                 drafted = sum([s.drafted for s in steps]) if self.costs.packs else gamma * rows
-                predicted = self.table_s(rows, load.context, gamma, drafted)
+                predicted = self.costs.round_s(rows, gamma, load.context, drafted)
                 predicted += self.costs.catch_up_s(behind) if behind else 0.0
                 ratios[size_class(rows), gamma].append(seconds / predicted)
         for (size, gamma), each in ratios.items():
