@@ -71,7 +71,7 @@ def test_served_metrics_match_count_by_hand(few):
     expected = {
         "throughput/tok_s": 10 / 4, "throughput/req_s": 3 / 4,
         "goodput/share": 3 / 5, "goodput/req_s": 3 / 4,
-        "load/occupancy": 8 / 3.5, "load/speculated": 3 / 8, "load/refused": 1, "load/failed": 0,
+        "load/occupancy": 8 / 3.5, "load/speculated": 3 / 8, "load/refused": 1, "load/failed": 1,
         "load/overhead": 1 - 3.0 / 3.5, "served/rate": 4 / 8,
         "latency/ttft_p50_ms": 1000, "latency/ttft_p95_ms": 1000, "latency/ttft_p99_ms": 1000,
         "latency/tpot_p50_ms": 375 / 2, "latency/tpot_p95_ms": 375 * 0.95,
