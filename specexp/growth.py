@@ -58,6 +58,8 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
     nodes = tree.nodes(device)
+    if not tree.depth:
+        return seqs.draft(nodes, memo=nodes.depth)
     place = torch.arange(len(tree), device=device)[None]
     tokens, rank = seqs.root, place[:, :1]
     drafted = [tokens]
