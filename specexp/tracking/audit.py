@@ -108,17 +108,14 @@ def show(console: Console) -> bool:
     if not store.root().exists():
         console.print(Text(f"no store at {store.root()} yet: nothing to check"), soft_wrap=True)
         return True
-    invariants = check()
+    invariants, lines = check(), list[Text]()
     for invariant in invariants:
         state = Text("broken  ", "bold red") if invariant.broken else Text("ok      ", "green")
-        console.print(
-            state + Text(f"{invariant.count:6d}  {invariant.statement}", ""), soft_wrap=True
-        )
-        for line in (*invariant.broken, *invariant.beside):
-            console.print(Text(f"                {line}", ""), soft_wrap=True)
-    for key, who in store.claims().items():
-        console.print(Text(f"claimed         {key}: {who}", ""), soft_wrap=True)
-    console.print(Text(f"store {store.root()}, runs in {track.where()}"), soft_wrap=True)
+        lines.append(state + Text(f"{invariant.count:6d}  {invariant.statement}", ""))
+        lines += [Text(f"{'':16s}{line}") for line in (*invariant.broken, *invariant.beside)]
+    lines += [Text(f"claimed         {key}: {who}") for key, who in store.claims().items()]
+    lines.append(Text(f"store {store.root()}, runs in {track.where()}"))
+    console.print(Text("\n").join(lines), soft_wrap=True)
     return not any(invariant.broken for invariant in invariants)
 
 

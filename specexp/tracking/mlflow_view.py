@@ -78,31 +78,27 @@ ANSWERS = (
 )  # fmt: skip
 
 
-def answers(record: Mapping[str, Any]) -> dict[Answer, tuple[str, str]]:
+def answers(record: Mapping[str, Any]) -> Iterator[tuple[Answer, str, str]]:
     """The figures of a run that answer, with their intervals; and a mark of those simulated."""
     metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
-    return {
-        a: (
-            a.figure(metrics[a.metric], *a.interval(metrics)),
-            " simulated" * is_simulated(a.metric, simulated),
-        )
-        for a in ANSWERS
-        if a.metric in metrics
-    }
+    for a in ANSWERS:
+        if a.metric in metrics:
+            figure = a.figure(metrics[a.metric], *a.interval(metrics))
+            yield a, figure, " simulated" * is_simulated(a.metric, simulated)
 
 
 def briefs(record: Mapping[str, Any]) -> list[str]:
     """The same in short, as in a column: `1.42x [1.21, 1.66]`, `61% [55%, 66%] accepted`."""
-    return [f"{figure}{a.brief}{mark}" for a, (figure, mark) in answers(record).items()]
+    return [f"{figure}{a.brief}{mark}" for a, figure, mark in answers(record)]
 
 
 def about(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
     """The tags of a run that answer: `answer`, a column of the view, and its description, with a
     link to its files if another run keeps them. A tag that the notebook logged stays as it is."""
-    figures = answers(record)
-    if not figures:
+    sentences = [f"{figure}{a.words}{mark}" for a, figure, mark in answers(record)]
+    if not sentences:
         return {}
-    first, *rest = (f"{figure}{a.words}{mark}" for a, (figure, mark) in figures.items())
+    first, *rest = sentences
     description = "; ".join([f"**{first}**", *rest])
     description += f"\n\n[Figures and notebook, in the run that measured it]({files})" * bool(files)
     tags = {"answer": briefs(record)[0], NOTE: description}
@@ -178,21 +174,20 @@ def shared(logged: Collection[str], at_ms: int) -> str:
     best = next((a for a in ANSWERS if a.metric in logged), None)
     columns = ["tags.`answer`"] if best else [f"metrics.`{m}`" for m in FIGURES if m in logged]
     section = {"uuid": "overview", "name": "Does it pay?", "display": True, "isReordered": True}
-    bars = [{"type": "BAR", "metricKey": m, "runsCountToCompare": 20, "displayName": _short(m)}
-            for m in BARS if m in logged]  # fmt: skip
+    bars = [{"type": "BAR", "metricKey": m, "runsCountToCompare": 20} for m in BARS if m in logged]
     lines = [
         {
-            "type": "LINE", "metricKey": m, "selectedMetricKeys": [m], "displayName": _short(m),
-            "xAxisKey": "step", "xAxisScaleType": "linear", "scaleType": "linear",
-            "lineSmoothness": 0, "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True,
-            "runsCountToCompare": 20, "range": {}, "yAxisKey": "metric", "yAxisExpressions": [],
+            "type": "LINE", "metricKey": m, "selectedMetricKeys": [m], "xAxisKey": "step",
+            "xAxisScaleType": "linear", "scaleType": "linear", "lineSmoothness": 0,
+            "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True, "runsCountToCompare": 20,
+            "range": {}, "yAxisKey": "metric", "yAxisExpressions": [],
             "selectedXAxisMetricKey": "", "ignoreOutliers": False, "displayPoints": True,
         }
         for m in LINES
         if m in logged
     ]  # fmt: skip
     scatter = {
-        "type": "SCATTER", "runsCountToCompare": 100, "displayName": "rate, speedup",
+        "type": "SCATTER", "runsCountToCompare": 100,
         "xaxis": {"key": "acceptance/rate", "type": "METRIC"},
         "yaxis": {"key": "speedup/measured", "type": "METRIC"},
     }  # fmt: skip
@@ -218,10 +213,6 @@ def shared(logged: Collection[str], at_ms: int) -> str:
     return json.dumps(view | {"state": json.dumps(state)})
 
 
-def _short(metric: str) -> str:
-    return metric.rpartition("/")[2].replace("_", " ")
-
-
 def url(experiment: str, base: str) -> str:
     """The link to an experiment's runs in the shared view; `base` is the address of the UI."""
     return (
@@ -242,7 +233,8 @@ def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
     """A record's metrics and series as MLflow stores them: (name, step, value). What answers comes
     first: MLflow compares runs by the first metric."""
     metrics = record.get("metrics", {})
-    names = dict.fromkeys([*(a.metric for a in answers(record)), *metrics])
+    first = [a.metric for a in ANSWERS if a.metric in metrics]
+    names = dict.fromkeys([*first, *metrics])
     points = [(n, 0, metrics[n]) for n in names]
     for n, curve in record.get("series", {}).items():
         points += [(n, int(step), v) for step, v in curve.items()]

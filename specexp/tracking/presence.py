@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from specexp.errors import counted
 from specexp.tracking import results, runs
@@ -67,20 +67,14 @@ def missing(named: Mapping[Path, Names]) -> Missing:
     return Missing(lost, deleted, failures)
 
 
+@results.unless_torn((None, None))
 def names(folder: Path) -> Names:
     """The experiment and the notebook's file under which MLflow shall show a folder; None for what
     it does not tell. Raises OSError if it cannot be read now."""
-    shown: dict[str, Any] = {}
-
-    def read() -> bool:
-        record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
-        label = results.label(folder)
-        tags = label["tags"] if label else results.load(folder / results.TAGS)
-        shown.update((label or results.load(record)) | {"tags": tags})
-        return True
-
-    results.sound(read)
-    return shown.get("experiment"), shown.get("tags", {}).get("notebook")
+    label = results.label(folder)
+    record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
+    tags = label["tags"] if label else results.load(folder / results.TAGS)
+    return (label or results.load(record)).get("experiment"), tags.get("notebook")
 
 
 def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:

@@ -255,23 +255,16 @@ def marker(folder: Path) -> Path:
     return folder / f"{results.MARKER}-{results.digest(backend().uri.encode())[:8]}"
 
 
+@results.unless_torn(False)
 def publishable(folder: Path) -> bool:
     """Whether a result is intact and valid for MLflow, or enough of a failed attempt is left to be
-    published: those are not fsynced.
-
-    Raises OSError if that cannot be determined now.
-    """
-    if folder.parent.name == "results" and not results.intact(folder):
-        return False
-
-    def tells_enough() -> bool:
-        if folder.parent.name == "results":
-            return not mlflow_view.problems_of(results.load(folder / results.RESULT))
-        tags, point = results.load(folder / results.TAGS), results.load(folder / results.POINT)
-        described = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
-        return described and {"experiment", "params"} <= point.keys()
-
-    return results.sound(tells_enough)
+    published: those are not fsynced. Raises OSError if that cannot be determined now."""
+    if folder.parent.name == "results":
+        record = folder / results.RESULT
+        return results.intact(folder) and not mlflow_view.problems_of(results.load(record))
+    tags, point = results.load(folder / results.TAGS), results.load(folder / results.POINT)
+    described = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
+    return described and {"experiment", "params"} <= point.keys()
 
 
 def publish(folder: Path) -> str:
