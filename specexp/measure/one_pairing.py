@@ -26,7 +26,6 @@ from specexp.measure.costs import LEAD
 from specexp.measure.interleave import clock
 from specexp.measure.prompts import Prompt
 from specexp.models.int8 import by_address
-from specexp.models.lm import LM
 from specexp.models.memory import rounded
 from specexp.policy import Load
 from specexp.sequences import Sequences
@@ -375,19 +374,11 @@ def lone_tree(engine: Engine) -> Tree:
 
 def added_bytes(engine: Engine) -> int:
     """Bytes of the drafter's weights that are not shared with the target."""
-    own = by_address(p for part in _modules(engine.drafter) for p in part.parameters())
+    parts = [lm.module for lm in engine.drafter.models]
+    parts += [part for part in vars(engine.drafter).values() if isinstance(part, torch.nn.Module)]
+    own = by_address(p for part in parts for p in part.parameters())
     shared = by_address(engine.target.module.parameters())
     return sum(weight.nbytes for address, weight in own.items() if address not in shared)
-
-
-def _modules(drafter: Any) -> Iterator[torch.nn.Module]:
-    for part in vars(drafter).values():
-        if isinstance(part, torch.nn.Module):
-            yield part
-        elif isinstance(part, LM) and isinstance(part.module, torch.nn.Module):
-            yield part.module
-        elif hasattr(part, "propose"):
-            yield from _modules(part)
 
 
 def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:

@@ -52,8 +52,7 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
 
 def length(samples: pd.DataFrame) -> Interval:
     """Acceptance length (1 + accepted / passes) with its interval over prompts."""
-    accepted = statistics.ratio(*units(samples, "accepted", "passes"))
-    return accepted.plus(1)
+    return statistics.ratio(*units(samples, "accepted", "passes")).plus(1)
 
 
 def positions(samples: pd.DataFrame, given: bool = False) -> pd.DataFrame:
@@ -91,11 +90,10 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
     names = ["round", "end_s", "row", "drafted", "accepted", "emitted"]
     about = [c for c in samples if samples[c].dtype != object and c not in names]
     about += [c for c in ("pairing", "category") if c in samples and c not in about]
-    parts = [
-        pd.DataFrame(sample["rounds"], columns=names).assign(**sample[about].to_dict())
-        for _, sample in samples.drop(columns=["accepted", "drafted", "emitted"]).iterrows()
-    ]
-    return pd.concat(parts, ignore_index=True)
+    samples = samples.reset_index(drop=True)
+    each = samples["rounds"].explode()
+    table = pd.DataFrame(each.tolist(), columns=names, index=each.index)
+    return table.join(samples[about]).reset_index(drop=True)
 
 
 # --- speedup -------------------------------------------------------------------------------------
@@ -292,9 +290,8 @@ def latency_metrics(
     at_best = samples[samples["gamma"] == best["gamma"]]
     metrics, series = acceptance_metrics(at_best)
     by_gamma = predictions.set_index("gamma")["speedup"].to_dict()
-    expected = by_gamma[best["gamma"]]
-    metrics |= _headline(best, expected) | {
-        "speedup/predicted": expected,
+    metrics |= _headline(best, by_gamma[best["gamma"]]) | {
+        "speedup/predicted": by_gamma[best["gamma"]],
         "speedup/best_gamma": best["gamma"],
         "latency/ttft_ms": 1e3 * at_best["ttft_s"].median(),
         "latency/tpot_ms": 1e3 / best["tok_s"],
