@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -38,12 +38,12 @@ def of_output(output: Output) -> str:
 def of_pairing(pairing: Pairing) -> str:
     """What was paired, and how it drafts, samples and decides."""
     engine, target, options = pairing.engine, pairing.target, pairing.options
-    models = [target, *engine.drafter.models]
+    models, policy = [target, *engine.drafter.models], options["policy"]
     card = {
         "target": target.name,
         "drafter": pairing.drafter,
         "draft": f"{options['tree']}, gamma {options['gamma']}",
-        "policy": _name(options["policy"]) if options["policy"] is not None else "",
+        "policy": policy if isinstance(policy, str | None) else type(policy).__name__,
         "rule": engine.rule.name,
         "sampling": _sampling(engine.sampling),
         "generation config": ", ".join(pairing.followed),
@@ -53,10 +53,6 @@ def of_pairing(pairing: Pairing) -> str:
     }
     rows = pd.Series({name: value for name, value in card.items() if value})
     return str(rows.to_frame().to_html(header=False, border=0))
-
-
-def _name(part: Any) -> str:
-    return part if isinstance(part, str) else type(part).__name__
 
 
 def _sampling(sampling: Sampling) -> str:

@@ -113,13 +113,10 @@ def over_batch(curves: pd.DataFrame) -> Figure:
     looks = marks(curves["drafter"].unique())
     with canvas() as (figure, axes):
         axes.axhline(1, color=PLAIN, lw=1.5)
-        lines = {}
         for (drafter, _), part in curves.groupby(["drafter", "run_id"], sort=False):
-            lines[drafter] = points(axes, part, "step", "value", **looks[drafter])
+            points(axes, part, "step", "value", label=drafter, **looks[drafter])
         batch_axis(axes, sorted(curves["step"].unique()))
         axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
-        for drafter, line in lines.items():
-            line.set_label(drafter)  # once
         key(figure, axes)
         largest = curves[curves["step"] == curves["step"].max()].sort_values("value")
         each = dict.fromkeys([times(largest.iloc[0]), times(largest.iloc[-1])])

@@ -14,9 +14,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
 PLAIN, SPECULATIVE, PREDICTED, INK = "#7f7f7f", "#0b5394", "#e69f00", "#333333"
 COLOURS = (SPECULATIVE, PREDICTED, "#0f7a5c", "#d55e00", "#56b4e9", "#6a2c91", "#d88fc0", "#8a6d3b")
@@ -97,12 +97,13 @@ def title(figure: Figure, text: str, about: str | None = None, bare: str = "") -
 
 
 def key(figure: Figure, axes: Axes) -> None:
-    """One legend for all panels, below them."""
+    """One legend for all panels, below them; each label is there once."""
     handles, labels = axes.get_legend_handles_labels()
-    wide = max(0.6 + 0.075 * len(label) for label in labels)  # inches
-    columns = min(len(labels), max(1, int(figure.get_figwidth() / wide)))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-    lines = math.ceil(len(labels) / columns)
+    named = dict(zip(labels, handles, strict=True))
+    wide = max(0.6 + 0.075 * len(label) for label in named)  # inches
+    columns = min(len(named), max(1, int(figure.get_figwidth() / wide)))
+    figure.legend(named.values(), named, loc="outside lower center", ncols=columns)
+    lines = math.ceil(len(named) / columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * (lines - 1))
 
 
@@ -122,22 +123,18 @@ def log_axis(axes: Axes, which: str = "y") -> None:
     """A logarithmic axis with numbers at 1, 2, 5, 10 ... of what is drawn; where these are too many
     to be read, at 1, 10, 100 ..., and where they are too few, at even steps."""
     axes.set(**{f"{which}scale": "log"})
+    axis: Any = getattr(axes, f"{which}axis")
     low, high = sorted(getattr(axes, f"get_{which}lim")())
     digits = (1, 2, 5) if high < WIDE * low else (1,)
-    steps = [digit * 10.0**power for power in range(-6, 12) for digit in digits]
-    if high < NARROW * low:
-        steps = list(MaxNLocator(4).tick_values(low, high))
-    ticks = [step for step in steps if low <= step <= high]
-    scales = [
-        (1e6, "M") if tick >= 1e6 else (1e3, "k") if tick >= 1e4 else (1, "") for tick in ticks
-    ]
-    texts = [f"{tick / scale:g}{unit}" for tick, (scale, unit) in zip(ticks, scales, strict=True)]
-    getattr(axes, f"set_{which}ticks")(ticks, texts)
-    getattr(axes, f"{which}axis").set_minor_locator(NullLocator())
+    even, powers = ticker.MaxNLocator(4), ticker.LogLocator(subs=digits)
+    axis.set_major_locator(even if high < NARROW * low else powers)
+    thousands = ticker.EngFormatter(sep="")
+    axis.set_major_formatter(lambda x, _: thousands(x) if x >= 1e4 else f"{x:g}")
+    axis.set_minor_locator(ticker.NullLocator())
 
 
 def per_cent(axes: Axes, which: str = "y") -> None:
-    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1))
+    getattr(axes, f"{which}axis").set_major_formatter(ticker.PercentFormatter(1))
 
 
 def ends(table: pd.DataFrame, column: str = "speedup") -> np.ndarray:
