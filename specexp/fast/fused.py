@@ -41,21 +41,14 @@ FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 class Norm:
-    """RMS norm (Zhang & Sennrich 2019). Torch's own is one kernel on CUDA; on a CPU it is eight
-    and takes three times as long as `vector_norm`."""
+    """RMS norm (Zhang & Sennrich 2019)."""
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight
         self.eps: float = module.variance_epsilon
-        self.wide = torch.promote_types(self.weight.dtype, torch.float32)
-        self.least = torch.tensor(self.eps, dtype=self.wide, device=self.weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self.wide)
-        mean = torch.addcmul(self.least, length, length, value=1 / x.shape[-1])
-        return (x * mean.rsqrt_()).to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

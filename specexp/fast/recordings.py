@@ -64,15 +64,13 @@ class Recordings(Recorder):
     ) -> Callable[[], Reports]:
         if not engine.whole:
             return super().start(engine, seqs, tree, hold)
-        copy = self.run(
-            "round", _key(engine, seqs, tree), lambda: HostCopy(engine.round(seqs, tree)),
-            held=_memory(seqs),
-        )  # fmt: skip
-        wait, replay = copy.fetch(), self.latest[1]
+        key = _key(engine, seqs, tree)
+        report = self.run("round", key, lambda: engine.round(seqs, tree), held=_memory(seqs))
+        wait, replay = _fetched(report), self.latest[1]
 
         def reports() -> Reports:
             first = wait(), time.perf_counter()
-            return [first, *self.tape.repeat(replay.again, hold - 1, copy.x)]
+            return [first, *self.tape.repeat(replay.again, hold - 1, report)]
 
         return reports
 
@@ -159,25 +157,19 @@ def _memory(seqs: Sequences) -> tuple[Tensor | None, ...]:
     return seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, seqs.budget
 
 
-class HostCopy:
-    """A tensor of integers for the host, which the next replay overwrites."""
+def _fetched(x: Tensor) -> Callable[[], Any]:
+    """Start copying integers, which the next replay overwrites, to the host, ahead of anything
+    launched later. The returned function waits for the copy and gives it as nested lists."""
+    if not x.is_cuda:
+        rows = x.tolist()
+        return lambda: rows
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(x.device))
 
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.far = x, x.is_cuda
+    def wait() -> Any:
+        copied.synchronize()
+        return host.tolist()
 
-    def fetch(self) -> Callable[[], Any]:
-        """Start copying to the host, ahead of anything launched later. The returned function waits
-        for the copy and gives it as nested lists."""
-        if not self.far:
-            rows = self.x.tolist()
-            return lambda: rows
-        host = torch.empty(self.x.shape, dtype=self.x.dtype, pin_memory=True)
-        host.copy_(self.x, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self.x.device))
-
-        def wait() -> Any:
-            copied.synchronize()
-            return host.tolist()
-
-        return wait
+    return wait

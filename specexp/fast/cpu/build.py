@@ -88,9 +88,12 @@ def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
 
 
 class Library(NamedTuple):
+    """The three files of code, and the functions of the last two by name."""
+
     passes: CDLL
     rounds: CDLL
     chance: CDLL
+    functions: Any
 
 
 def library() -> Library | None:
@@ -108,7 +111,8 @@ def state() -> str:
         return "no C++ compiler: torch's operations"
     if not (code := _loaded()):
         return "does not compile: torch's operations"
-    files = b"".join(file.read_bytes() for part in code if (file := Path(part._name)).exists())
+    paths = (Path(part._name) for part in code[:3])
+    files = b"".join(file.read_bytes() for file in paths if file.exists())
     return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
 
 
@@ -119,17 +123,17 @@ def off() -> bool:
 @cache
 def _loaded() -> Library | None:
     try:
-        code = Library(*(CDLL(str(_built(FOLDER / f"{name}.cpp"))) for name in Library._fields))
-        code.passes.spent_ns.restype = c_int64
-        rounds = code.rounds
+        parts = {x: CDLL(str(_built(FOLDER / f"{x}.cpp"))) for x in ("passes", *FUNCTIONS)}
+        functions: dict[str, Function] = {}
+        rounds = parts["rounds"]
+        parts["passes"].spent_ns.restype = c_int64
         rounds.replay.restype, rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
         rounds.replay_rounds.restype = c_int64
         numbers = c_int64, c_double, c_int64, c_int64
         rounds.replay_rounds.argtypes = c_int64, c_void_p, *numbers, *[c_void_p] * 3
         for part, names in FUNCTIONS.items():
-            for name in names:
-                getattr(getattr(code, part), f"call_{name}")  # a file may lack a symbol
-        return code
+            functions |= {name: Function(parts[part], name) for name in names}
+        return Library(**parts, functions=SimpleNamespace(**functions))
     except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as e:
         output = getattr(e, "stderr", None) or str(e)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -140,13 +144,8 @@ def _loaded() -> Library | None:
 
 def functions() -> Any:
     """The compiled functions besides passes; there must be compiled code."""
-    return _functions(_loaded())
-
-
-@cache
-def _functions(code: Library) -> SimpleNamespace:
-    names = ((getattr(code, part), name) for part, names in FUNCTIONS.items() for name in names)
-    return SimpleNamespace(**{name: Function(part, name) for part, name in names})
+    code = _loaded()
+    return code and code.functions
 
 
 def compiler() -> str | None:

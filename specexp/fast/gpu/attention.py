@@ -10,8 +10,6 @@ of its ancestors.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -19,11 +17,12 @@ from torch import Tensor
 
 from specexp.fast.fused import Sight
 from specexp.fast.gpu.dependent import begin, late
+from specexp.fast.gpu.laws import counters, is_last
+from specexp.fast.gpu.layers import KINDS
 
 FILLED = 256  # programs that keep a large GPU busy
 SPLITS = 32  # at most
 WEIGHT = 0.5  # slots that can be read while a query of a part is written and read
-KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -145,21 +144,12 @@ def attend(
             tl.store(parts + ((to * SPLITS + split) * D)[:, None] + d[None, :], mean, here)
             tl.store(stats + (to * SPLITS + split) * 2, most, real)
             tl.store(stats + (to * SPLITS + split) * 2 + 1, total, real)
-        tl.debug_barrier()  # all of this program has written before it says so
-        ended += tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)
-        last = tl.atomic_add(ended, 1, sem="acq_rel") == SPLITS - 1
+        last = is_last(ended, tl.program_id(0) * tl.num_programs(2) + tl.program_id(2), SPLITS)
         if last:
-            tl.store(ended, 0)  # for the next launch
             mean = together(
                 parts, stats, to, d, share, length, real, here, D, QUERIES, WIDE, SPLITS
             )
     tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here & last)
-
-
-@cache  # never freed: recorded graphs count in it
-def counters(device: torch.device) -> Tensor:
-    """How many programs of each group have ended: 0 between launches, which share a stream."""
-    return torch.zeros(FILLED, dtype=torch.int32, device=device)
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
@@ -181,7 +171,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: floa
     blocks, heavy = triton.cdiv(queries, size), WEIGHT * min(queries, size)
     attend[B * K, splits, blocks](
         q, keys, values, slots, root, ancestors, out, parts, stats,
-        counters(q.device), scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3],
+        counters(q.device, FILLED), scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3],
         *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
         ancestors.stride(1), ancestors.shape[2], heavy, HEADS=K, GROUP=H // K,
         TREE=visible is not None, **tile, **late(q),

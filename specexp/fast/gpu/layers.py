@@ -58,10 +58,9 @@ def turned(qkv: Tensor, layer: Layer, sight: Sight, cache: Any) -> tuple[Tensor,
     B, _, n, d = sight.cos.shape
     H, K, slots = layer.heads, layer.keys, sight.slots
     norms = [norm.weight for norm in layer.norms or ()]
-    turns = sight.cos, sight.sin
-    if qkv.dtype not in KINDS or d % 2 or qkv.stride(1) != 1 or not all(map(packed, turns)):
+    if qkv.dtype not in KINDS or d % 2 or qkv.stride(1) != 1:
         return NotImplemented
-    if any(x.dtype != qkv.dtype for x in turns):
+    if any(x.dtype != qkv.dtype or not x.is_contiguous() for x in (sight.cos, sight.sin)):
         return NotImplemented
     if not cache.is_initialized:
         cache.lazy_initialization(*[qkv.new_empty(B, K, n, d)] * 2)
@@ -75,10 +74,6 @@ def turned(qkv: Tensor, layer: Layer, sight: Sight, cache: Any) -> tuple[Tensor,
         WIDE=triton.next_power_of_2(d), NORMS=bool(norms), **late(qkv),
     )  # fmt: skip
     return q, keys, values
-
-
-def packed(x: Tensor) -> bool:
-    return x.is_contiguous()
 
 
 @triton.jit
@@ -113,12 +108,12 @@ def add(
 def added(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     if norm is None or not addable(x, norm) or x.shape != y.shape or y.dtype != x.dtype:
         return NotImplemented
-    return summed(x, y, None, norm, 0) if packed(y) else NotImplemented
+    return summed(x, y, None, norm, 0) if y.is_contiguous() else NotImplemented
 
 
 def addable(x: Tensor, norm: Norm) -> bool:
     same = norm.weight.dtype == x.dtype and x.dtype in KINDS
-    return same and packed(x) and x.shape[1] <= WIDEST
+    return same and x.is_contiguous() and x.shape[1] <= WIDEST
 
 
 def summed(
@@ -151,7 +146,7 @@ def gate(wide, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexp
 
 
 def gated(wide: Tensor) -> Tensor:
-    if wide.dtype not in KINDS or not packed(wide) or wide.dim() != 2:
+    if wide.dtype not in KINDS or not wide.is_contiguous() or wide.dim() != 2:
         return NotImplemented
     hidden = wide.shape[1] // 2
     out = wide.new_empty(len(wide), hidden)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specexp.fast.fused import Norm
 from specexp.fast.gpu.dependent import begin, late
-from specexp.fast.gpu.layers import KINDS, addable, packed, summed
+from specexp.fast.gpu.layers import KINDS, addable, summed
 
 FEW = 16  # rows: the least product
 FILLED = 512  # programs that keep a large GPU busy
@@ -72,7 +72,7 @@ def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if not plain or x.dim() != 2 or not 0 < len(x) <= FEW or x.stride(1) != 1:
         return False
     same = x.dtype in KINDS and x.dtype == weight.dtype
-    return same and (bias is None or (packed(bias) and bias.dtype == x.dtype))
+    return same and (bias is None or (bias.is_contiguous() and bias.dtype == x.dtype))
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
