@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -283,14 +283,6 @@ def where(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-def warm(params: Mapping[str, Any]) -> None:
-    """Load and keep the models that `load` would for this target, drafter, dtype and device, so
-    that this process and those forked from it need not load them. Raises as `load` does."""
-    named = {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
-    _WARM.append(load(**named))
-
-
-_WARM: list[Pairing] = []
 DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.items()}
 
 

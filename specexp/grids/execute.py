@@ -101,7 +101,7 @@ def _run(
     try:
         with worker.kernel(
             env=env, cwd=point.notebook.parent, log=folder / LOG,
-            seed=int(point.run_key[:8], 16), warm=_models(point.params),
+            seed=int(point.run_key[:8], 16), device=str(point.params.get("device", "auto")),
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
             ran = papermill.execute_notebook(
                 _literal(point.notebook), _literal(folder / NOTEBOOK), parameters=point.params,
@@ -136,13 +136,6 @@ def _run(
 def _literal(path: Path) -> str:
     """A path escaped for papermill, which would replace {names} by parameters."""
     return str(path).replace("{", "{{").replace("}", "}}")
-
-
-def _models(params: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The parameters that say which models the kernel should find loaded, or None."""
-    if "target" not in params:
-        return None
-    return {n: params[n] for n in ("target", "drafter", "dtype", "device") if n in params}
 
 
 def _kind(name: str, value: str) -> str:

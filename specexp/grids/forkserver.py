@@ -1,7 +1,7 @@
 """The process that imports once and forks kernels, so that one starts in tenths of a second.
 
     fork server   imports modules, and nothing else: no torch operation, CUDA, thread or handle
-     └ worker     runs points one after another; may load models, which its kernels inherit
+     └ worker     runs points one after another
         └ kernel  of one point, with any processes it starts
 
 The fork server and its workers listen to sockets whose other ends the runner holds (kernels.py),
@@ -94,12 +94,12 @@ def guard(control: int, folder: str) -> Iterator[None]:
 
 
 class Worker:
-    """Runs kernels one at a time, on commands from `line`; single-threaded, and always responsive
-    except while it loads models. Its messages: `worker` (its pid) at first; `kernel` (pid) after a
-    fork; `died` (how) if that ended by itself; `clear` when no process of a point is left."""
+    """Runs kernels one at a time, on commands from `line`; single-threaded. Its messages: `worker`
+    (its pid) at first; `kernel` (pid) after a fork; `died` (how) if that ended by itself; `clear`
+    when no process of a point is left."""
 
     def __init__(self, line: Connection) -> None:
-        self.line, self.pid, self.kernel, self.threads = line, os.getpid(), 0, 0
+        self.line, self.pid, self.kernel = line, os.getpid(), 0
         self.wake, self.wake_end = os.pipe()  # written to when a child ends
         os.set_blocking(self.wake_end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -121,12 +121,7 @@ class Worker:
                     self.handle(**self.line.recv())
         kill_children()
 
-    def handle(
-        self, start: dict[str, Any] | None = None, warm: dict[str, Any] | None = None,
-        send: int = 0, end: bool = False,
-    ) -> None:  # fmt: skip
-        if warm:
-            self.load(warm)
+    def handle(self, start: dict[str, Any] | None = None, send: int = 0, end: bool = False) -> None:
         if start:
             self.kernel = os.fork()
             if self.kernel == 0:
@@ -138,21 +133,6 @@ class Worker:
             self.kernel = 0
             kill_children()
             self.line.send({"clear": True})
-
-    def load(self, params: dict[str, Any]) -> None:
-        """Load models with a single thread: a fork would wait for ever for threads it lacks. A
-        model that cannot be loaded is skipped: the notebook will report it."""
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-        with contextlib.suppress(Exception):
-            import torch
-
-            from specexp import api
-
-            self.threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            api.warm(params)
-        gc.collect()
-        gc.freeze()
 
     def become_kernel(
         self, command: list[str], forked: bool, env: dict[str, str], cwd: str, log: str, seed: int
@@ -181,7 +161,7 @@ class Worker:
         os.environ.update(env)
         reseed(seed)
         with contextlib.suppress(KeyError, ValueError):
-            if threads := int(env.get("OMP_NUM_THREADS") or self.threads):
+            if threads := int(env["OMP_NUM_THREADS"]):
                 sys.modules["torch"].set_num_threads(threads)
         sys.argv = command[command.index("-m") + 1 :]
         from ipykernel.kernelapp import IPKernelApp

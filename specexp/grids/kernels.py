@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -154,22 +153,20 @@ class Worker:
     def __init__(self, kernels: Kernels) -> None:
         self.kernels, self.lock = kernels, threading.RLock()
         self.line: Connection | None = None
-        self.models: Mapping[str, Any] | None = None
         self.worker_pid = self.pid = 0  # the worker's process; its kernel's, once that runs
         self.running = self.killed = False
         self.died = self.ended = ""
 
     @contextlib.contextmanager
     def kernel(
-        self, env: Mapping[str, str], cwd: Path, log: Path, seed: int,
-        warm: Mapping[str, Any] | None = None,
-    ) -> Iterator[AsyncKernelManager]:  # fmt: skip
+        self, env: Mapping[str, str], cwd: Path, log: Path, seed: int, device: str = "auto"
+    ) -> Iterator[AsyncKernelManager]:
         """The manager of a running kernel, for papermill's `km`. Its processes end with the `with`.
 
         env: its whole environment, although imported modules have read the fork server's; log: a
-        file for output that belongs to no cell; seed: of a forked kernel's global generators; warm:
-        the models that a forked kernel finds loaded (`api.warm`), and their device. Waits for
-        imports and models. Raises DeadKernelError if the kernel does not start.
+        file for output that belongs to no cell; seed: of a forked kernel's global generators;
+        device: on which it computes. Waits for imports. Raises DeadKernelError if the kernel does
+        not start.
         """
         with self.lock:
             self.running, self.killed, self.pid, self.died, self.ended = True, False, 0, "", ""
@@ -180,13 +177,11 @@ class Worker:
         )  # fmt: skip
         km.context.setsockopt(zmq.RECONNECT_IVL, 5)  # ms; a kernel listens after about 100
         start = {
-            "env": self.kernels.environment(env),
-            "cwd": str(cwd),
-            "log": str(log),
-            "seed": seed,
-        }
+            "env": self.kernels.environment(env), "cwd": str(cwd), "log": str(log), "seed": seed,
+            "forked": not (self.kernels.why or _is_gpu(device)),
+        }  # fmt: skip
         km.provisioner = _Provisioner(parent=km, kernel_spec=km.kernel_spec)
-        km.provisioner.start = lambda command: self._start({**start, "command": command}, warm)
+        km.provisioner.start = lambda command: self._start(start | {"command": command})
         try:
             run_sync(km.start_kernel)()
             yield km
@@ -202,14 +197,12 @@ class Worker:
             if self.killed and self.line:
                 with socket.socket(fileno=os.dup(self.line.fileno())) as line:
                     line.shutdown(socket.SHUT_WR if self.worker_pid else socket.SHUT_RDWR)
-                if self.worker_pid and not self.pid:  # busy loading models; it has no kernel yet
-                    os.kill(self.worker_pid, signal.SIGKILL)
 
     def close(self) -> None:
         with self.lock:
             if self.line:
                 self.line.close()
-            self.line, self.models, self.worker_pid = None, None, 0
+            self.line, self.worker_pid = None, 0
 
     def poll(self) -> int | None:
         with contextlib.suppress(DeadKernelError):
@@ -223,15 +216,12 @@ class Worker:
         with contextlib.suppress(OSError):
             self._send(send=number)
 
-    def _start(self, start: dict[str, Any], warm: Mapping[str, Any] | None) -> Worker:
-        if self.line and (self.line.poll() or (warm and self.models and warm != self.models)):
-            self.close()  # it died while idle, or holds other models
+    def _start(self, start: dict[str, Any]) -> Worker:
+        if self.line and self.line.poll():
+            self.close()  # it died while idle
         while not self.line:
             self._open()
-        forked = not (self.kernels.why or _on_gpu(warm))
-        load = dict(warm) if forked and warm and warm != self.models else None
-        self.models = load or self.models
-        self._send(warm=load, start={**start, "forked": forked})
+        self._send(start=start)
         self.pid = self._receive("kernel")
         return self
 
@@ -280,10 +270,10 @@ class Worker:
         raise DeadKernelError(self.died)
 
 
-def _on_gpu(warm: Mapping[str, Any] | None) -> bool:
+def _is_gpu(device: str) -> bool:
     import torch
 
-    return (warm or {}).get("device", "auto") != "cpu" and torch.cuda.is_available()
+    return device != "cpu" and torch.cuda.is_available()
 
 
 class _Provisioner(LocalProvisioner):

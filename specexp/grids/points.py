@@ -35,7 +35,6 @@ from specexp.zoo.known import Known
 
 TIMEOUT_S = 900.0
 MANY = 1_000  # more points than this need a confirmation
-LOADED = ("target", "dtype", "device", "drafter")  # points are ordered by these first
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def load(
     paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None,
     only: Sequence[str] = (), together: bool = False, checked: bool = True, kept: bool = False,
 ) -> list[Point]:  # fmt: skip
-    """The distinct points of these files, those that load the same models next to each other.
+    """The distinct points of these files, in their order.
 
     `ask` is called with the number of points if there are more than MANY, and returns whether to
     go on. `only`: filters such as "gamma=3" or "drafter=ngram,sibling-3m"; a point must match all.
@@ -117,7 +116,7 @@ def load(
                 if point.grid not in first.grids:
                     points[point.run_key] = replace(first, others=(*first.others, point.grid))
     report.refuse()
-    return _ordered(list(points.values()))
+    return list(points.values())
 
 
 def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
@@ -138,15 +137,6 @@ def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
     for what, lines_of in checks.wrong.items():
         for line in lines_of:
             report.add(sheet.path, line, what)
-
-
-def _ordered(points: list[Point]) -> list[Point]:
-    """Sort by the models that points load, so that they are loaded once; otherwise stable."""
-    ranks: dict[str, dict[Any, int]] = {name: {} for name in LOADED}
-    for point in points:
-        for name, rank in ranks.items():
-            rank.setdefault(norm(point.params.get(name)), len(rank))
-    return sorted(points, key=lambda p: [r[norm(p.params.get(n))] for n, r in ranks.items()])
 
 
 # --- which, and how many -------------------------------------------------------------------------

@@ -144,31 +144,6 @@ def test_shipped_grids_are_valid(tmp_path, monkeypatch):
     assert len(str(all_.value).splitlines()) <= 4
 
 
-def test_load_orders_points_by_models_across_files(folder):
-    write(
-        folder / "n.ipynb",
-        "print(drafter, target, x)",
-        parameters='x: int = 0\ntarget: str = "target-10m"\ndrafter: str = "ngram"\n',
-    )
-    axes = {"x": [1, 2], "drafter": ["ngram", "suffix"], "target": ["target-10m", "target-exit-1m"]}
-    for name in "ab":
-        part = axes if name == "a" else {"x": [3], "drafter": ["suffix", "ngram"]}
-        spec = {"notebook": "n.ipynb", "grid": part}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
-    points = grid.load([folder / "a.yaml", folder / "b.yaml"])
-    assert [(p.params["target"], p.params["drafter"], p.params["x"]) for p in points] == [
-        (target, drafter, x)
-        for target in axes["target"]
-        for drafter in axes["drafter"]
-        for x in ([1, 2, 3] if target == "target-10m" else [1, 2])
-    ]
-    plain = HEAD + "grid: {x: [3, 1, 2], how: [b, a]}"
-    (folder / "g.yaml").write_text(plain)
-    assert [(p.params["x"], p.params["how"]) for p in grid.load([folder / "g.yaml"])] == [
-        (x, how) for x in (3, 1, 2) for how in "ba"
-    ]
-
-
 # --- identity ------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,6 @@ from specexp.grids.execute import _Client
 
 MODULES = ("numpy", "torch", "matplotlib.pyplot", "specexp.api")
 ROOT = Path(__file__).resolve().parents[2]
-CPU = {"device": "cpu"}
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +74,13 @@ def either(request):
 def go(tmp_path):
     """Run cells in a worker; returns what each printed. `during` gets the worker while they run."""
 
-    def call(worker, *cells, seed=0, warm=None, env=None, cwd=tmp_path, during=None, **options):
+    def call(worker, *cells, seed=0, device="auto", env=None, cwd=tmp_path, during=None, **options):
         notebook = nbformat.v4.new_notebook(
             cells=[nbformat.v4.new_code_cell(textwrap.dedent(c)) for c in cells]
         )
         env = {**os.environ, **(env or {})}
         log = tmp_path / "log"
-        with worker.kernel(env=env, cwd=cwd, log=log, seed=seed, warm=warm) as km:
+        with worker.kernel(env=env, cwd=cwd, log=log, seed=seed, device=device) as km:
             try:
                 done = papermill.execute_notebook(
                     notebook, None, km=km, kernel_name="python3", progress_bar=False, **options
@@ -226,38 +225,7 @@ def test_figures_displays_and_progress_bars_are_kept(go, either, tmp_path):
     assert either.ended == ""
 
 
-# --- models --------------------------------------------------------------------------------------
-
-LOOK = """
-    from specexp import api
-    from specexp.models import load
-    before = len(load._IN_USE)
-    pairing = api.load({!r}, {!r}, device="cpu")
-    weights = next(pairing.target.module.parameters()).data
-    print(before, weights.sum().item())
-"""
-
-
-def test_models_load_once_and_no_point_changes_them(go, forking, tiny_folders):
-    target, draft = tiny_folders
-    warm = {"target": target, "drafter": draft, "device": "cpu"}
-    look = LOOK.format(target, draft)
-    with forking.worker() as worker:
-        [cold] = go(worker, look, warm=CPU | {"target": "no such model"})
-        cold_worker = worker.worker_pid
-        first = go(worker, look, "weights.zero_(); print(weights.sum().item())", warm=warm)
-        assert worker.worker_pid != cold_worker  # other models: another worker
-        warm_worker = worker.worker_pid
-        assert go(worker, look, warm=warm) == first[:1]
-        assert worker.worker_pid == warm_worker
-        go(worker, look, warm=None)
-        assert worker.worker_pid == warm_worker
-    assert cold.split()[0] == "0"
-    assert first[0].split() == ["2", cold.split()[1]]
-    assert float(first[1]) == 0.0 != float(cold.split()[1])
-
-
-def test_fork_of_loaded_models_computes_in_threads(go, worker):
+def test_fork_computes_in_the_threads_of_its_environment(go, worker):
     count = """
         import os, torch
         def threads(): return len(os.listdir("/proc/self/task"))
@@ -266,19 +234,15 @@ def test_fork_of_loaded_models_computes_in_threads(go, worker):
         assert torch.isfinite(x @ x).all() and (x + x).sum() > 0
         print(torch.get_num_threads(), threads() - before)
     """
-    warm = {"target": "target-10m", "drafter": "ngram", "device": "cpu"}
-    look = LOOK.format("target-10m", "ngram")
-    said = go(worker, count, look, env={"OMP_NUM_THREADS": "2"}, warm=warm, execution_timeout=600)
-    assert said[0] == "2 1"
-    assert said[1].startswith("1 ")
-    assert go(worker, count, warm=warm) == ["1 0"]
+    assert go(worker, count, env={"OMP_NUM_THREADS": "2"}) == ["2 1"]
+    assert go(worker, count) == ["1 0"]
 
 
 def test_gpu_point_is_not_forked(go, worker, monkeypatch):
     look = "import sys; print('torch' in sys.modules)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert go(worker, look) == go(worker, look, warm={"device": "cuda"}) == ["False"]
-    assert go(worker, look, warm={"device": "cpu", "target": "no such model"}) == ["True"]
+    assert go(worker, look) == go(worker, look, device="cuda") == ["False"]
+    assert go(worker, look, device="cpu") == ["True"]
 
 
 # --- how it ends ---------------------------------------------------------------------------------
@@ -425,11 +389,6 @@ def helpers(tmp_path, monkeypatch):
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(600,), name='sleeper', daemon=True).start()"
     )
-    (folder / "slow.py").write_text(
-        "import sys, time, types\n"
-        "def warm(params): open(params['target'], 'w').close(); time.sleep(600)\n"
-        "sys.modules['specexp.api'] = types.SimpleNamespace(warm=warm)"
-    )
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
 
 
@@ -466,25 +425,13 @@ def test_runners_folder_is_not_on_the_path(go, tmp_path, monkeypatch):
         assert k.how == "forked kernels"
 
 
-@pytest.mark.parametrize("stuck", ["importing", "loading"])
-def test_hang_before_the_kernel_starts_is_killed(go, helpers, tmp_path, stuck):
-    module = {"importing": "hangs", "loading": "slow"}[stuck]
-    mark = tmp_path / "mark"
-    with kernels.Kernels([module]) as k, k.worker() as worker:
-
-        def kill():
-            while not (stuck == "importing" or mark.exists()):
-                time.sleep(0.05)
-            time.sleep(0.2)
-            worker.kill()
-
-        (watchdog := threading.Thread(target=kill)).start()
+def test_hang_before_the_kernel_starts_is_killed(go, helpers, tmp_path):
+    with kernels.Kernels(["hangs"]) as k, k.worker() as worker:
+        (watchdog := threading.Timer(0.2, worker.kill)).start()
         with pytest.raises(DeadKernelError):
-            go(worker, "print(1)", warm=CPU | {"target": str(mark)})
+            go(worker, "print(1)")
         watchdog.join()
         assert worker.ended == ""
-        if stuck == "loading":
-            assert go(worker, "print(1)") == ["1"]
         server = k.server.pid
     wait_until_gone([server])
 
@@ -497,14 +444,13 @@ from specexp.grids import kernels, notebooks
 from specexp.grids.execute import _Client
 
 folder, modules, state, cell = Path(sys.argv[1]), *sys.argv[2:]
-warm = {"target": str(folder / "loading"), "device": "cpu"} if state == "loading" else None
 with kernels.Kernels(modules.split(), state != "plain") as k, k.worker() as worker:
     print(k.server.pid, k.folder, flush=True)
-    with worker.kernel(dict(os.environ), folder, folder / "log", 0, warm) as km:
+    with worker.kernel(dict(os.environ), folder, folder / "log", 0) as km:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
         nbclient.NotebookClient(notebook, km=km).execute()
 """
-STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck", "loading": "slow"}
+STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck"}
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -516,7 +462,7 @@ def test_killed_runner_leaves_no_process(helpers, tmp_path, state):
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     server, folder = runner.stdout.readline().split()
-    mark = tmp_path / (state if state in ("importing", "deadlocked", "loading") else "pids")
+    mark = tmp_path / (state if state in ("importing", "deadlocked") else "pids")
     until(mark.exists)
     below = psutil.Process(runner.pid).children(recursive=True)
     pids = {process.pid for process in below} | {int(pid) for pid in mark.read_text().split()}

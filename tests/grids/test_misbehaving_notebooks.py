@@ -1,7 +1,6 @@
 """Notebooks that misbehave, in real kernels, harm themselves only."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -9,7 +8,7 @@ import pytest
 import yaml
 from support.faults import SOON, Warm, orphans
 
-from specexp.grids import execute, points
+from specexp.grids import points
 
 SLEEPS = "import subprocess; subprocess.Popen(['sleep', '300'], start_new_session=True)"
 DAEMON = """
@@ -287,11 +286,3 @@ def test_damage_by_another_point_is_found(wilds, how):
     assert kinds["is slow", 3] != "done", end.said
     assert wilds.go("--retry-failed", how=hows, where=[3]).code == 0
     assert wilds.wrong(how=hows, where=[3]) == []
-
-
-def test_only_model_parameters_are_warmed(wilds):
-    """A kernel that is to hold other models than the last one is made anew, which takes seconds."""
-    [point] = points.load([wilds.file(how=["well"])])
-    assert execute._models(point.params) is None
-    point = replace(point, params={**point.params, "target": "a", "dtype": "float32"})
-    assert execute._models(point.params) == {"target": "a", "dtype": "float32"}
