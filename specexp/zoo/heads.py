@@ -177,7 +177,7 @@ def train_heads(
     net = model.module
     documents = [d for name, part in train.items() if name != "echoes" for d in part]
     count = 8 if quick else 512
-    train["continued"] = continued(net, documents, count, work, tokenizer.eos_token_id)
+    train["continued"] = continued(model, documents, count, work, tokenizer.eos_token_id)
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts))
     laws = laws_of(head, net, recipe.unroll)

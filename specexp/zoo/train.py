@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import LlamaForCausalLM
 
 from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import refusing
-from specexp.models.load import of_module
+from specexp.models.lm import LM
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.tree import Tree
@@ -47,16 +46,16 @@ def check_device(device: str) -> None:
 
 
 def continued(
-    target: LlamaForCausalLM, documents: Documents, count: int, work: Path, end: int = END
+    target: LM, documents: Documents, count: int, work: Path, end: int = END
 ) -> Documents:
     """`count` documents of GIVEN real tokens, NEW that the target samples (or as many as it
     has room for), and the end; kept in a file of `work` that the target and the documents name."""
-    digest = hashlib.sha256(f"{fingerprint(target)} {end}".encode())
+    digest = hashlib.sha256(f"{fingerprint(target.module)} {end}".encode())
     digest.update(np.concatenate(documents).tobytes())
     path = work / f"continued-{count}-{digest.hexdigest()[:12]}.pt"
     if not path.exists():
-        engine = Engine(of_module(target), Plain(), Fixed(Tree.chain(0)), Sampling(TEMPERATURE))
-        new = min(NEW, engine.target.context - GIVEN)
+        engine = Engine(target, Plain(), Fixed(Tree.chain(0)), Sampling(TEMPERATURE))
+        new = min(NEW, target.context - GIVEN)
         given = [document[:GIVEN].tolist() for document in documents if len(document) > GIVEN]
         drawn = np.random.default_rng(0).integers(len(given), size=count)
         texts: list[list[int]] = []

@@ -13,6 +13,7 @@ from making.recipes import TARGET, quick_version
 from making.tokenizer import train_tokenizer
 from making.train import loss_of
 from specexp.errors import UserError
+from specexp.models.load import of_module
 from specexp.zoo import heads
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, HEADS, Course, Phase
@@ -103,14 +104,14 @@ def test_checkpoint_of_another_recipe_or_text_is_ignored(documents, tmp_path):
 def test_continuations_are_of_the_target_and_its_documents(documents, tmp_path):
     one, other = (quick_version(replace(TARGET, seed=seed)).build().eval() for seed in (0, 1))
     given = documents["code"]
-    texts = continued(one, given, 3, tmp_path)
+    texts = continued(of_module(one), given, 3, tmp_path)
     assert [len(text) for text in texts] == [GIVEN + NEW + 1] * 3
     assert all(text[-1] == END for text in texts)
     assert {tuple(text[:GIVEN]) for text in texts} <= {tuple(text[:GIVEN]) for text in given}
-    assert not np.array_equal(texts, continued(one, given[1:], 3, tmp_path))
+    assert not np.array_equal(texts, continued(of_module(one), given[1:], 3, tmp_path))
     other.model.embed_tokens.weight.data.copy_(one.model.embed_tokens.weight)
-    assert not np.array_equal(texts, continued(other, given, 3, tmp_path))
-    assert np.array_equal(texts, continued(one, given, 3, tmp_path))
+    assert not np.array_equal(texts, continued(of_module(other), given, 3, tmp_path))
+    assert np.array_equal(texts, continued(of_module(one), given, 3, tmp_path))
     assert len(list(tmp_path.iterdir())) == 3
 
 

@@ -20,6 +20,7 @@ from making.corpus import gather, small
 from making.recipes import RECIPES, Recipe, quick_version
 from making.tokenizer import train_tokenizer, wrap
 from specexp.errors import UserError
+from specexp.models.load import of_module
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import END
 from specexp.zoo.rows import Rows, Texts, encode
@@ -60,7 +61,7 @@ def _make(recipe: Recipe, texts: Texts, out: Path, work: Path, device: str, quic
     held = {kind: encode(tokenizer, each) for kind, each in texts.held.items()}
     if target is not None:
         given = [d for kind in texts.train if kind != "echoes" for d in train[kind]]
-        train["continued"] = continued(target, given, 8 if quick else 512, work)
+        train["continued"] = continued(of_module(target), given, 8 if quick else 512, work)
     losses: list[float] = []
     model = recipe.build().to(device)
     if target is not None and target.config.hidden_size == recipe.width:
