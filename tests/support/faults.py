@@ -640,7 +640,9 @@ def naive(root: Path, points: Sequence[Any]) -> None:
         for name, curve in record["series"].items():
             for step, value in curve.items():
                 mlflow.log_metric(run, name, value, step=int(step))
-        track.backend().put(mlflow.get_run(run), folder, [*files, folder / "manifest.json"])
+        track.backend().put(
+            mlflow.get_run(run).info.artifact_uri, folder, [*files, folder / "manifest.json"]
+        )
         mlflow.set_terminated(run)
 
 
