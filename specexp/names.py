@@ -139,16 +139,13 @@ def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tu
             f"{about} is spread over {', '.join(sorted(devices))}: put it on one device"
         )
     own, here = str(target.dtype)[6:], target.device
-    requested = here if device == "auto" else torch.device(device)
     if own not in DTYPES:
         raise UserError(f"{about} is in {own}: convert it with .to(torch.bfloat16)")
     if dtype not in (None, own):
         raise UserError(f"{about} is in {own}, not {dtype}: convert it with .to(torch.{dtype})")
-    if requested.type != target.device.type or requested.index not in (None, target.device.index):
-        raise UserError(
-            f"{about} is on {target.device}, not {device}: move it with .to({device!r})"
-        )
-    return tokenizer, own, str(target.device)
+    if device != "auto" and torch.device(device) not in (here, torch.device(here.type)):
+        raise UserError(f"{about} is on {here}, not {device}: move it with .to({device!r})")
+    return tokenizer, own, str(here)
 
 
 def read_target(target: str) -> Facts:

@@ -121,14 +121,13 @@ NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., greedy
 PRICED = ("greedy", "goodput")  # those that read a cost table
 
 
-def of(policy: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> Policy:
+def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> Policy:
     """The policy of that name, of an entry point, of `module:Class` or of a class; a policy itself
     is returned as it is. costs: the table that `PRICED` ones read; deepest: the longest draft that
     the drafter can make. Raises UserError, one line, for unknown names, longer drafts and objects
     that are no policy."""
-    if not isinstance(policy, str):
-        return checked.policy(policy)
-    name = policy
+    if not isinstance(name, str):
+        return checked.policy(name)
     kind, _, argument = name.partition(":")
     deepest = min(deepest, MOST)
     gammas = tuple(g for g in GAMMAS if g <= deepest) or (deepest,)
