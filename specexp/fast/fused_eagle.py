@@ -27,18 +27,8 @@ class FusedEagle:
     parts = ()
 
     def __init__(self, eagle: Eagle, net: Fused | Native) -> None:
-        self.eagle, self.net = eagle, net
+        self.eagle, self.net, self.sparing = eagle, net, net.sparing
         self.tap = 1 if "norm_output" in eagle.shape.norms else -1
-
-    @property
-    def sparing(self) -> int:
-        """See `lm.Network`."""
-        return self.net.sparing
-
-    @property
-    def fused(self) -> FusedEagle:
-        """The same without compiled code."""
-        return FusedEagle(self.eagle, getattr(self.net, "fused", self.net))
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from specexp.engine import Engine
 from specexp.fast import cuda_graphs
 from specexp.fast.cpu_replays import Recording, again
+from specexp.fast.fused_eagle import FusedEagle
 from specexp.fast.recordings import Recordings, Refused
 from specexp.recording import Recorder
 
@@ -78,10 +79,17 @@ class Counted:
         return []
 
 
+def in_torch(net: Any) -> Any:
+    """The same passes without compiled code."""
+    if isinstance(net, FusedEagle):
+        return FusedEagle(net.eagle, in_torch(net.net))
+    return getattr(net, "fused", net)
+
+
 def taped(engine: Engine) -> Engine:
     """The same engine with graphs, on whatever device."""
     for lm in engine.models:
-        lm.net = getattr(lm.net, "fused", lm.net)  # a tape knows only torch's operations
+        lm.net = in_torch(lm.net)  # a tape knows only torch's operations
     real = cuda_graphs.on(engine.target.device)
     return Engine.of(engine, recorder=Recordings(Counted(real.tape if real else Tape())))
 
