@@ -227,8 +227,9 @@ def experiment_id(name: str) -> str:
     store, mlflow = backend(), client()
 
     def find() -> Any:
-        made_as = (e for e in store.experiments() if names_of(e)[1] == name)
-        return mlflow.get_experiment_by_name(name) or next(made_as, None)
+        if found := mlflow.get_experiment_by_name(name):
+            return found
+        return next((e for e in store.experiments() if names_of(e)[1] == name), None)
 
     experiment = find()
     if experiment is None:

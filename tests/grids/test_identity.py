@@ -85,7 +85,7 @@ def test_drafter_is_only_in_keys_that_name_it(package):
         "alone": {"drafter": "ngram", "rivals": []},
         "with an argument": {"drafter": "ngram:4", "rivals": []},
         "as a rival": {"drafter": "sibling-3m", "rivals": ["suffix", "ngram"]},
-        "not": {"drafter": "sibling-3m", "rivals": ["suffix"]},
+        "not": {"drafter": "sibling-3m", "rivals": ["recycle"]},
     }
     before = {how: files(ACCEPTANCE, **params) for how, params in named.items()}
     edit(package / "drafters" / "ngram.py")

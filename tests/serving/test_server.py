@@ -397,7 +397,7 @@ def test_row_that_does_not_fit_is_one_line(room):
 @pytest.mark.parametrize("at", [3, 5, 6, 8, 13])
 def test_rows_shrink_when_memory_runs_out(monkeypatch, at, temperature):
     made = engine("model", "chain", "match", temperature=temperature)
-    run, calls = LM._run, []
+    run, calls = LM.feed, []
 
     def scarce(lm, seqs, *given, **kwargs):
         calls.append(len(seqs.tokens))
@@ -407,7 +407,7 @@ def test_rows_shrink_when_memory_runs_out(monkeypatch, at, temperature):
 
     todo = requests(7)
     texts = [alone(made, r) for r in todo]
-    monkeypatch.setattr(LM, "_run", scarce)
+    monkeypatch.setattr(LM, "feed", scarce)
     server, responses = served(made, Restless(2), Source(todo, 7), rows=6)
     assert [a.tokens for a in responses] == texts
     assert "out of memory with" in server.notes[0]
@@ -417,14 +417,14 @@ def test_rows_shrink_when_memory_runs_out(monkeypatch, at, temperature):
 
 def test_request_beyond_memory_fails_with_the_reason(monkeypatch):
     made = engine("null", "empty", "match")
-    run = LM._run
+    run = LM.feed
 
     def scarce(lm, seqs, tokens, *given, **kwargs):
         if int(seqs.length.max()) > 20:
             raise torch.OutOfMemoryError("out of memory")
         return run(lm, seqs, tokens, *given, **kwargs)
 
-    monkeypatch.setattr(LM, "_run", scarce)
+    monkeypatch.setattr(LM, "feed", scarce)
     todo = [Request([1] * 30, 4), Request([1, 2], 4)]
     _, responses = served(made, Fixed(Tree.chain(0)), Source(todo, 2), rows=2)
     assert [a.state for a in responses] == ["failed", "done"]
@@ -434,7 +434,7 @@ def test_request_beyond_memory_fails_with_the_reason(monkeypatch):
 def test_other_errors_are_not_taken_for_memory(monkeypatch):
     made = engine("null", "empty", "match")
     rows = EngineRows(made, 1, SLOTS, SLACK)
-    monkeypatch.setattr(LM, "_run", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("a bug")))
+    monkeypatch.setattr(LM, "feed", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         serve(Server(rows, Fixed(Tree.chain(0))), Source(requests(2), 2))
     assert not issubclass(OutOfMemory, RuntimeError)
