@@ -375,7 +375,7 @@ TOKENS = {
     "start-up code of Python": (lambda c: c.startup("sitecustomize.py"), {STARTUP}),
     **{
         name: (lambda c, n=name: c.env(n, "1"), {"settings"})
-        for name in ("MKL_CBWR", "OMP_THREAD_LIMIT", "OPENBLAS_NUM_THREADS", "GLIBC_TUNABLES")
+        for name in ("MKL_CBWR", "OMP_THREAD_LIMIT", "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH")
     },
     "compiled code": (lambda c: c.flip("library.so"), {"kernels"}),
     "code that does not compile": (lambda c: c.fact(build, "_loaded", None), {"kernels"}),
