@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from support.processes import HEAVY
@@ -87,6 +88,7 @@ def asked(folder, monkeypatch):
     ask = known._ask
 
     def load():
+        time.sleep(2 * known.TICK / 1e9)  # what has just changed is asked for in any case
         names = []
         monkeypatch.setattr(known, "_ask", lambda *args: names.append(args[0]) or ask(*args))
         found = points.load([folder / "g.yaml"], kept=True)

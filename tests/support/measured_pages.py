@@ -101,10 +101,11 @@ def under_load() -> str:
     lost = 1 - one[one < 1]
     aware = loops[loops["policy"] == "goodput"]
     return (
-        f"Under load the draft model's gain turns into a loss: one draft token costs "
-        f"{lost.min():.0%} to {lost.max():.0%} with {lost.index.min()} to {lost.index.max()} "
+        "Under load the draft model's gain turns into a loss: on "
+        f"{file['device'].partition(' with ')[0]} one draft token costs {lost.min():.0%} to "
+        f"{lost.max():.0%} with {lost.index.min()} to {lost.index.max()} "
         "streams ([all](data/measurements/load_aware.json)). The load-aware policy (then by row) "
-        f"stayed within {aware['regret'].max():.1%} of the best fixed choice. ".replace("%", " %")
+        f"stayed within {aware['regret'].max():.1%} of the best. ".replace("%", " %")
     )
 
 
@@ -207,7 +208,8 @@ def all_drafters() -> str:
         f"|---|---:|---:|---:|---:|---:|---:|\n{rows}\n"
     ) + paragraph(
         "Compare acceptance; costs are one machine's, and one hour's. Verifying 16 tokens takes "
-        f"{wide[16]:.1f} plain passes there ([figures](../../data/measurements/bench.json)), so "
+        f"{wide[16]:.1f} plain passes of two Intel cores "
+        "([figures](../../data/measurements/bench.json)), so "
         "wide trees can win little. At temperature 1, Block accepts more than Reject: "
         f"{lengths['block']:.2f} tokens a pass instead of {lengths['reject']:.2f} with "
         f"{rules['gamma']} draft tokens of sibling-3m "
