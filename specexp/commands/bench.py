@@ -175,7 +175,7 @@ def profile(
 
 
 def _show_costs(costs: Costs, context: int) -> None:
-    from specexp.figures.break_even import doubt, in_words
+    from specexp.figures.break_even import doubt, floor_ends, in_words
 
     table = Table(
         "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
@@ -187,10 +187,5 @@ def _show_costs(costs: Costs, context: int) -> None:
         times += [costs.draft_s(batch, g, context) for g in costs.gammas]
         table.add_row(str(batch), *(f"{t * 1e3:.1f}" for t in times))
     fit = costs.fit()
-    knee, widest = fit.knee(context), costs.tokens[-1]
     opt.console.print(table)
-    opt.say(
-        f"a pass takes {in_words(fit, context)}{doubt(costs)}; at about {knee:.0f} tokens they "
-        f"cost as much as the floor: batch {knee:.0f} without drafts, {knee / widest:.1f} with "
-        f"γ = {widest - 1}"
-    )
+    opt.say(f"a pass takes {in_words(fit, context)}{doubt(costs)}; {floor_ends(costs, context)}")

@@ -49,13 +49,13 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
         _roofs(right, costs, n, seconds)
         for axes in (left, right):
             log_axis(axes)
-            axes.axvline(max(1, knee), color=PREDICTED, lw=1, ls=":")
+            if knee <= n.max():
+                axes.axvline(max(1, knee), color=PREDICTED, lw=1, ls=":")
             batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
             axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
         key(figure, left)
-        until = counted(round(knee), "token")
         title(figure,
-              f"{costs.about['target']}{doubt(costs)}: the floor ends at about {until} in a pass "
+              f"{costs.about['target']}{doubt(costs)}: {floor_ends(costs, context)} "
               f"({costs.about['device']}, {costs.about['dtype']})",
               bare="lower quartiles of repeated passes"
         )  # fmt: skip
@@ -65,6 +65,15 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
 def in_words(fit: Fit, context: float) -> str:
     """Floor and slope of a fit as text."""
     return f"{fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token"
+
+
+def floor_ends(costs: Costs, context: float) -> str:
+    """Where the floor ends, claiming nothing beyond the passes that were measured."""
+    knee, most = costs.fit().knee(context), costs.batches[-1] * costs.tokens[-1]
+    if knee > most:
+        return f"the floor lasts beyond {counted(most, 'token')} in a pass, the most measured"
+    until = f"about {counted(round(knee), 'token')}" if knee >= 1 else "less than 1 token"
+    return f"the floor ends at {until} in a pass"
 
 
 def doubt(costs: Costs) -> str:

@@ -302,6 +302,18 @@ def test_maps_draw_any_table(table, tmp_path):
     assert [len(f.axes) for f in drawn] == [2, 1, 2, 1]
 
 
+@pytest.mark.parametrize(("law", "said"), [
+    ({}, "the floor ends at about 30 tokens in a pass"),
+    ({"floor": 1e-4, "slot": 0}, "the floor ends at about 1 token in a pass"),
+    ({"floor": 1e-5}, "the floor ends at less than 1 token in a pass"),
+    ({"token": 0, "slot": 0}, "the floor lasts beyond 96 tokens in a pass, the most measured"),
+    ({"floor": 1.0}, "the floor lasts beyond 96 tokens in a pass, the most measured"),
+])  # fmt: skip
+def test_title_of_costs_says_where_the_floor_ends(law, said):
+    figure = figures.break_even.cost_curves(planted(**law))
+    assert said in figure.get_suptitle().replace("\n", " ")
+
+
 @pytest.mark.parametrize("few", [planted().upto(1), replace(
     planted(), batches=(1,), verify=planted().verify[:1], draft=planted().draft[:1]
 )])  # fmt: skip
@@ -358,7 +370,7 @@ def test_profile_command_measures_shows_and_keeps(
     code, out, err = profile(monkeypatch, capsys, *pairing, *small)
     assert code == 0, err
     assert "n=3" in out
-    assert "tokens they cost as much" in out
+    assert "; the floor " in " ".join(out.split())
     [kept] = (store / "costs").glob("*.json")
     assert kept.with_suffix(".png").stat().st_size > 0
     out_file = tmp_path / "new" / "table.json"
