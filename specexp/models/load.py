@@ -33,14 +33,16 @@ from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory, recurrent
 from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib, layers
-from specexp.models.servable import inside, servable, sound
+from specexp.models.servable import fields, inside, servable, sound
 from specexp.ops import op
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
 log = logging.getLogger("specexp")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in memory.DTYPES}
-LIMITS = re.compile("window|chunk|local|topk|keep|floor|span|block_size|budget|lengths?$")
+LIMITS = re.compile(
+    "window|chunk|local|topk|keep|floor|span|block_size|budget|lengths?$|original_max_position"
+)
 WORK = 6e11  # weights times tokens that a probe on a CPU may read
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
 # modules in use, by source, files, dtype and device
@@ -176,8 +178,8 @@ def _unservable(name: str, config: Any, why: str) -> UserError:
 
 def _probe_length(lm: LM) -> int:
     """The tokens of the longer prefix: past all limits below the context, if read in seconds."""
-    fields = lm.config.to_dict().items() if hasattr(lm.config, "to_dict") else ()
-    sizes = {k: v for k, v in fields if LIMITS.search(k) and type(v) is int}
+    described = lm.config.to_dict() if hasattr(lm.config, "to_dict") else {}
+    sizes = {k: v for k, v in fields(described) if LIMITS.search(k) and type(v) is int}
     below = {k: v for k, v in sizes.items() if 6 <= v < lm.context - 3 * len(TREE)}
     wanted = max(below.values(), default=0) + 6
     most = int(WORK * (50 if lm.device.type == "cuda" else 1) / max(1, lm.parameters))

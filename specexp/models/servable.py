@@ -22,7 +22,7 @@ SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head", "max_position_em
 def sound(described: dict[str, Any], source: str) -> None:
     """Refuse what a config.json says before anything is built from it: sizes that are none, numbers
     that are not, and code from a hub."""
-    for path, value in _fields(described):
+    for path, value in fields(described):
         name, wrong = path.rpartition(".")[2], ""
         if "implementation" in path and isinstance(value, str):
             if re.search("[/:|]", value):
@@ -51,14 +51,14 @@ def inside(file: Any) -> bool:
     return isinstance(file, str) and Path(file).name == file and file != ".."
 
 
-def _fields(described: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+def fields(described: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
     """Every field, and those of the configs within, as `text_config.num_hidden_layers`."""
     for name, value in described.items():
         yield f"{within}{name}", value
         listed = value if isinstance(value, list) else [value]
         for part in listed:
             if isinstance(part, dict):
-                yield from _fields(part, f"{within}{name}.")
+                yield from fields(part, f"{within}{name}.")
 
 
 def _list(value: Any) -> list[Any]:
@@ -68,18 +68,18 @@ def _list(value: Any) -> list[Any]:
 def limits(config: Any) -> dict[str, int]:
     """The longest sequences of a model with this config, by the field that says so.
 
-    A pass longer than `longrope`'s short factors, or `dynamic`'s frequencies, reach would change
-    the rotation of every row; past `floor_scale`, Llama 4 scales queries by their slot; past
-    `keep_window_size`, Doge drops keys by the number of slots.
+    A pass longer than `longrope`'s short factors reach would change the rotation of every row; past
+    `floor_scale`, Llama 4 scales queries by their slot; past `keep_window_size`, Doge drops keys by
+    the number of slots.
     """
-    fields = {name: getattr(config, name, None) for name in (*CONTEXTS, "keep_window_size")}
+    lengths = {name: getattr(config, name, None) for name in (*CONTEXTS, "keep_window_size")}
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
-        if kind.get("rope_type") in ("longrope", "dynamic"):
-            fields |= {ORIGINAL: kind.get(ORIGINAL)}
+        if kind.get("rope_type") == "longrope":
+            lengths |= {ORIGINAL: kind.get(ORIGINAL)}
     if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
-        fields |= {"floor_scale": config.floor_scale - 1}
-    return {name: length for name, length in fields.items() if length and length > 0}  # XLNet: -1
+        lengths |= {"floor_scale": config.floor_scale - 1}
+    return {name: length for name, length in lengths.items() if length and length > 0}  # XLNet: -1
 
 
 def reach(config: Any) -> int:
@@ -89,8 +89,8 @@ def reach(config: Any) -> int:
 
 def context(config: Any) -> str:
     """The reach in words, with the field that says so where it is not the usual one."""
-    fields, length = limits(config), reach(config)
-    names = [name for name, limit in fields.items() if limit == length]
+    lengths, length = limits(config), reach(config)
+    names = [name for name, limit in lengths.items() if limit == length]
     beside = "" if not names or names[0] in CONTEXTS else f" ({names[0]} in its config)"
     return f"{length}-token context{beside}"
 

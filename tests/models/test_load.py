@@ -31,7 +31,6 @@ from specexp.models import lm as lms
 from specexp.models import load
 from specexp.models.cache import SlotCache
 from specexp.models.load import of_module
-from specexp.models.memory import Layer
 from specexp.policy import Fixed
 from specexp.tree import Tree
 
@@ -267,9 +266,18 @@ def test_probe_passes_on_out_of_memory(monkeypatch):
 
 
 def test_probe_reads_past_the_window(monkeypatch):
-    monkeypatch.setattr(lms, "layers", lambda config, reach: (Layer(),) * 4)
+    near = SlotCache._near
+    monkeypatch.setattr(
+        SlotCache, "_near", lambda self, seen, window, chunk: near(self, seen, window + 1, chunk)
+    )
     with pytest.raises(UserError, match="its logits over a tree differ"):
         of_module(architectures.build("mistral"))
+
+
+def test_probe_reads_past_limits_of_rotation(monkeypatch):
+    monkeypatch.setattr(lms, "reach", lambda config: config.max_position_embeddings)
+    with pytest.raises(UserError, match="its logits over a tree differ"):
+        of_module(architectures.build("phi3, longrope"))
 
 
 def test_probe_moves_an_accepted_path(monkeypatch):

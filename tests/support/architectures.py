@@ -120,6 +120,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, no window": ("mixtral", {"sliding_window": None}),
     "minimax, no window": ("minimax", {"sliding_window": None}),
     "phi3, no window": ("phi3", {"sliding_window": None}),
+    "phi3, longrope": ("phi3", {
+        "sliding_window": None, ORIGINAL: 100, "rope_parameters": ROPE | {"rope_type": "longrope"}
+        | {"long_factor": [9.0] * 4, "short_factor": [1.0] * 4},
+    }),
     "starcoder2, no window": ("starcoder2", {"sliding_window": None}),
     "gemma3_text, window of the context": ("gemma3_text", {"sliding_window": ALL}),
     "gemma3n_text, window of the context": ("gemma3n_text", {"sliding_window": ALL}),
@@ -219,7 +223,8 @@ def outcome(
             assert reach(own) > 0
             assert load.state_bytes(own, module.dtype, 1, 0) >= 0
         return f"refused: {reason(str(e))}"
-    texts = prompts(*lengths)
+    edge = [lm.context - NEW] if lm.context < CONTEXT else []  # the last token is at the limit
+    texts = prompts(*sorted([*lengths, *edge]))
     fitting = [text for text in texts if len(text) + NEW <= lm.context]
     expected = [greedy(module, text, NEW) for text in fitting]
     sampling = Sampling(0.0)
