@@ -30,6 +30,7 @@ def examine() -> bool:
     root = results.root()
     there = next(path for path in (root, *root.parents) if path.exists())
     zoo = ", ".join(m.name for m in shelf.models())
+    in_torch = f"float64, and {', '.join(ops.in_torch(device))}"
     facts = Table(box=None, show_header=False)
     for name, fact in {
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -38,7 +39,7 @@ def examine() -> bool:
         "free memory": f"{free_memory(device) / 2**30:.1f} GiB",
         "threads": f"{torch.get_num_threads()} on {cores}, load average {load:.1f}",
         "kernels": ops.state(device),
-        "in torch": f"float64, and {', '.join(ops.in_torch(device))}",
+        "in torch": in_torch if ops.home(device) else "everything",
         "store": f"{root}, {shutil.disk_usage(there).free / 2**30:.1f} GiB free",
         "zoo": zoo or "none: your own models work without",
     }.items():

@@ -1,5 +1,7 @@
 """`specexp doctor` says what is missing."""
 
+import re
+
 from specexp.commands import doctor
 
 
@@ -14,3 +16,10 @@ def test_doctor_tells_absent_from_too_old(monkeypatch):
         "torch>=2.11, 2.4.0 is installed: pip install 'torch>=2.11'",
         "pandas: pip install pandas",
     ]
+
+
+def test_doctor_says_that_without_kernels_everything_runs_in_torch(monkeypatch, capsys):
+    monkeypatch.setenv("SPECEXP_FAST", "off")
+    monkeypatch.setattr(doctor, "speeds", lambda device: "")
+    doctor.examine()
+    assert re.search(r"in torch +everything *\n", capsys.readouterr().out)
