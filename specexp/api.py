@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 from specexp import checked, drafters, fitting, rules
 from specexp.engine import Engine, Generation
-from specexp.errors import UserError, refusing
+from specexp.errors import UserError, meant, refusing
 from specexp.models import generation
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
@@ -163,6 +164,15 @@ class Pairing:
 
     def with_(self, **changes: Any) -> Pairing:
         """A pairing with the same target and some options changed: drafter, gamma, rule ..."""
+        able = [name for name in self.options if name not in ("target", "dtype")]
+        for name in changes:
+            if name not in able:
+                near = "" if name in DEFAULTS else meant(name, able)
+                raise UserError(
+                    f"with_ keeps the target and cannot change {name}{near} (it can change "
+                    f"{', '.join(able)}; anything else: specexp.load)"
+                )
+        _check_types(changes)
         return _assemble(self.target, self.tokenizer, **(self.options | changes))
 
     def apart(self) -> Pairing:
@@ -251,6 +261,7 @@ def load(
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "sampling": sampling, "rule": rule,
         "policy": policy, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
+    _check_types({name: value for name, value in options.items() if value is not DEFAULTS[name]})
     options |= asdict(sampling_of(options)) | {"sampling": "given"}
     facts = target_of(target, tokenizer)
     if gamma is None:
@@ -283,7 +294,18 @@ def where(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.items()}
+_PARAMETERS = inspect.signature(load).parameters
+DEFAULTS = {name: p.default for name, p in _PARAMETERS.items()}
+_TYPES = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "str": (str, "a text")}
+
+
+def _check_types(options: dict[str, Any]) -> None:
+    """Raise UserError for an option of another type than `load` declares."""
+    for name, value in options.items():
+        declared = _PARAMETERS[name].annotation.removesuffix(" | None")
+        kind, words = _TYPES.get(declared, (object, ""))
+        if not isinstance(value, kind):
+            raise UserError(f"{name} is {value!r}; it must be {words}")
 
 
 def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:

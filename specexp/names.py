@@ -181,6 +181,8 @@ def generation_of(target: Any) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
+    if not isinstance(text, str):
+        raise UserError(f"a prompt is {text!r:.40}; it must be a text")
     tokens = tokens_of(tokenizer, text) if text else []
     if not tokens:
         raise UserError("a prompt is empty; give it at least one character")

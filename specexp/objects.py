@@ -30,10 +30,10 @@ def registered(kind: str) -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=f"specexp.{GROUPS[kind]}")}
 
 
-def described(folder: Path, kind: str) -> list[tuple[str, str]]:
-    """What a folder's modules and the entry points of a kind do, by name: the first paragraph of
-    each docstring. A module is read and not imported: what it imports takes seconds."""
-    files = {f.stem: f for f in sorted(folder.glob("[!_]*.py"))}
+def described(kind: str, folder: Path | None = None) -> list[tuple[str, str]]:
+    """What the modules of a folder, if given, and the entry points of a kind do, by name: the first
+    paragraph of each docstring. A module is read and not imported, which would take seconds."""
+    files = {f.stem: f for f in sorted(folder.glob("[!_]*.py"))} if folder else {}
     texts = {name: ast.get_docstring(ast.parse(file.read_text())) for name, file in files.items()}
     for name, entry in sorted(registered(kind).items()):
         texts.setdefault(name, entry.load().__doc__)

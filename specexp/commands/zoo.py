@@ -16,7 +16,8 @@ app = typer.Typer(help="Train small models and heads, make twins.", no_args_is_h
 
 
 def models(as_json: opt.AsJson = False) -> None:
-    """List the zoo's models, which draft goes with which target, and all drafting methods."""
+    """List the zoo's models, which draft goes with which target, all drafting methods, and the
+    rules and policies of other packages."""
     from specexp import objects
     from specexp.zoo import shelf
 
@@ -36,10 +37,12 @@ def models(as_json: opt.AsJson = False) -> None:
         table.add_row(m.name, m.role, size, m.target or "", chat, str(opt.relative(m.path)))
     if every:
         opt.console.print(table, "", sep="\n")
-    methods = Table("--drafter", "how it drafts", box=None, header_style="bold")
-    for method, about in objects.described(DRAFTERS, "drafter"):
-        methods.add_row(method, about)
-    opt.console.print(methods)
+    for kind, folder in (("drafter", DRAFTERS), ("rule", None), ("policy", None)):
+        if named := objects.described(kind, folder):
+            methods = Table(f"--{kind}", "what it does", box=None, header_style="bold")
+            for name_and_about in named:
+                methods.add_row(*name_and_about)
+            opt.console.print(methods)
     if shelf.shipped() is None:
         opt.say(f"\n{shelf.GET}")
     opt.say("\nA model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights.")

@@ -44,9 +44,11 @@ class Comparison:
 def with_plain(
     pairing: Pairing, texts: Sequence[str], max_new_tokens: int, repeats: int
 ) -> Comparison:
-    """Raises UserError without a prompt, or if the prompts do not fit the context."""
+    """Raises UserError without a prompt or a repeat, or if prompts do not fit the context."""
     if not texts:
         raise UserError("no prompts given; pass at least one")
+    if repeats < 1:
+        raise UserError(f"repeats is {repeats}; it must be 1 or more")
     prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts)]
     samples = one_pairing.duel({pairing.drafter: pairing}, prompts, max_new_tokens, repeats)
     (speedup,) = statistics.together([summaries.speedup(samples)])

@@ -205,9 +205,10 @@ def test_entry_points_add_names(load, plugin):
     assert pair.engine.drafter.period == 3
     assert pair.engine.rule.name == "fade"
     assert pair.engine.policy.gamma == 2
-    described = dict(objects.described(Path(drafters.__file__).parent, "drafter"))
+    described = dict(objects.described("drafter", Path(drafters.__file__).parent))
     assert described["echo"] == "The text repeats itself after `period` tokens."
     assert set(described) == set(fitting.methods())
+    assert [name for name, _ in objects.described("rule")] == ["fade"]
     assert pair.drafter == "echo:3"
 
 
@@ -434,6 +435,10 @@ class Bare(Alternate):
         ({"dtype": "bfloat16"}, "is in float32, not bfloat16: convert it with .to(torch.bfloat16)"),
         ({"drafter": "model"}, "the zoo has nothing for LlamaForCausalLM, a target in memory"),
         ({"device": "meta"}, "is on cpu, not meta: move it with .to('meta')"),
+        ({"gamma": 2.5}, "gamma is 2.5; it must be a whole number"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+        ({"seed": "a"}, "seed is 'a'; it must be a whole number"),
+        ({"tree": 3}, "tree is 3; it must be a text"),
     ],
 )
 def test_object_that_is_none_is_refused_by_name(target, tokenizer, options, line):
@@ -441,6 +446,28 @@ def test_object_that_is_none_is_refused_by_name(target, tokenizer, options, line
         specexp.load(target, **{"drafter": Echo(), "gamma": 3, "tokenizer": tokenizer} | options)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"temprature": 1.0}, "cannot change temprature; did you mean 'temperature'? (it can ch"),
+        ({"dtype": "bfloat16"}, "with_ keeps the target and cannot change dtype (it can change dr"),
+        ({"device": "cuda"}, "cannot change device (it can change drafter, gamma, temperature, "),
+        ({"target": "sibling-3m"}, "cannot change target (it can change drafter, gamma, "),
+        ({"gamma": None}, "gamma is None; it must be a whole number"),
+    ],
+)
+def test_change_that_a_variant_cannot_have_is_refused(load, change, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        load(Echo()).with_(**change)
+
+
+def test_prompt_that_is_no_text_and_repeats_that_are_none_are_refused(load):
+    with pytest.raises(UserError, match="a prompt is 3; it must be a text"):
+        load(Echo()).generate([3], 4)
+    with pytest.raises(UserError, match="repeats is 0; it must be 1 or more"):
+        load(Echo()).compare_with_plain(TEXTS, 4, repeats=0)
 
 
 def test_draft_model_of_another_dtype_is_refused(load, draft):
