@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import nn
 
 from specexp import checked, drafters, fitting, rules
 from specexp.engine import Engine, Generation
-from specexp.errors import UserError, meant, refusing
+from specexp.errors import UserError, brief, meant, refusing
 from specexp.models import generation
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
@@ -88,7 +88,8 @@ class Pairing:
     Attributes:
         engine: Runs the rounds. `engine.plain()` is ordinary decoding with the same target.
         tokenizer: The target's.
-        drafter: The drafter's name in tables.
+        drafter: The drafter's name in tables; of a path its last part.
+        named: The drafter's name, whole.
         options: The arguments of `load`, device and tokenizer aside.
         deepest: The longest draft that the drafter can make, in tokens.
     """
@@ -96,6 +97,7 @@ class Pairing:
     engine: Engine
     tokenizer: Any
     drafter: str
+    named: str
     options: dict[str, Any]
     deepest: int
 
@@ -173,7 +175,8 @@ class Pairing:
                     f"{', '.join(able)}; anything else: specexp.load)"
                 )
         _check_types(changes)
-        return _assemble(self.target, self.tokenizer, **(self.options | changes))
+        pairing = _assemble(self.target, self.tokenizer, **(self.options | changes))
+        return pairing if "drafter" in changes else replace(pairing, drafter=self.drafter)
 
     def apart(self) -> Pairing:
         """A pairing with the same target weights and caches of its own. Raises UserError if its
@@ -324,7 +327,7 @@ def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
     name = resolve_drafter(o["target"], o["drafter"]) if named else drafter.name
-    return Pairing(engine, tokenizer, name, o, prepared.deepest)
+    return Pairing(engine, tokenizer, brief(name), name, o, prepared.deepest)
 
 
 def _policy(policy: Any, tree: Tree, deepest: int) -> Policy:

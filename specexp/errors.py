@@ -4,10 +4,13 @@ import difflib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+DEEPEST, LONGEST = 5, 40  # parts of a path in a name, and characters, at most
 
 
 class UserError(Exception):
@@ -97,3 +100,25 @@ def meant_beside(path: Path, otherwise: str = "", folder: Path = Path()) -> str:
 def counted(n: int, noun: str, ending: str = "s") -> str:
     """`1 token`, `2 tokens`, `1,024 tokens`."""
     return f"{n:,} {noun}{ending * bool(n != 1)}"
+
+
+def brief(value: Any, among: Collection[Any] = ()) -> str:
+    """A parameter in a name: of a path or a hub id as few of its last parts as tell it from the
+    values `among` which it is, after its method: `eagle:heads`."""
+    long = "/" in str(value) or len(str(value)) > LONGEST
+    others = [other for other in among if other != value] if long else []
+    for parts in range(1, DEEPEST + 1):
+        text = last_parts(value, parts)
+        if text not in (last_parts(other, parts) for other in others):
+            return text
+    return str(value)
+
+
+def last_parts(value: Any, parts: int) -> str:
+    """So many of the last parts of a path or a hub id, after its method; other values as text."""
+    text = str(value)
+    if isinstance(value, str) and "/" in value:
+        method, colon, path = value.rpartition(":")
+        text = method + colon + "/".join(path.rstrip("/").split("/")[-parts:])
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

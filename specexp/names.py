@@ -86,7 +86,7 @@ def drafter_of(drafter: Any) -> tuple[str, str, Any]:
 
 
 def resolve_drafter(target: Any, drafter: str) -> str:
-    """A drafter's name in tables: a draft model's own name, any other as given."""
+    """A drafter's whole name: a draft model's own, any other as given."""
     method, argument, own = drafter_of(drafter)
     if method != "model" or own is not None:
         return drafter

@@ -86,6 +86,7 @@ def test_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders,
         assert (result / "rounds.parquet").stat().st_size > 0
         assert len(list((result / "figures").glob("*.png"))) >= 2
         assert len(images(result / "notebook.ipynb")) >= 2
+        assert draft not in texts(result / "notebook.ipynb")  # its short name is
         html = (result / "notebook.html").read_text()
         assert " object at 0x" not in html
         assert not re.findall(r"""<script|(?:src|href)=["']?(?:https?:)?//""", html)
@@ -110,10 +111,18 @@ def execute(name: str, folder: Path) -> Path:
     return out
 
 
-def images(notebook: Path) -> list[str]:
+def outputs(notebook: Path) -> list:
     cells = nbformat.read(notebook, as_version=4).cells
-    outputs = [o for c in cells if c.cell_type == "code" for o in c.outputs]
-    return [o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})]
+    return [o for c in cells if c.cell_type == "code" for o in c.outputs]
+
+
+def images(notebook: Path) -> list[str]:
+    shown = outputs(notebook)
+    return [o["data"]["image/png"] for o in shown if "image/png" in o.get("data", {})]
+
+
+def texts(notebook: Path) -> str:
+    return "".join(o.get("text", "") + str(o.get("data", "")) for o in outputs(notebook))
 
 
 BROKEN = """

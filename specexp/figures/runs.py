@@ -27,9 +27,9 @@ PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts
 
 
 def by_category(runs: pd.DataFrame) -> Figure:
-    """Acceptance rate by pairing and category as a heat map, averaged over the runs from
-    `tracking.runs` that differ in nothing of `PAIRING`. Only runs of 10_acceptance: others weigh
-    draft tokens differently."""
+    """Acceptance rate by pairing and category as a heat map, with its interval, or averaged over
+    runs from `tracking.runs` that differ in nothing of `PAIRING`. Only runs of 10_acceptance:
+    others weigh draft tokens differently."""
     missing = "No run has acceptance by category yet: run 10_acceptance"
     columns = {c: c.rpartition("/")[2] for c in runs if c.startswith("metrics.category/")}
     if not columns:
@@ -48,12 +48,19 @@ def by_category(runs: pd.DataFrame) -> Figure:
     rates = rates.loc[rates.mean(axis=1).sort_values(ascending=False).index]
     runs_of = have.groupby(labels).size().reindex(rates.index)
     counts = pd.DataFrame(dict.fromkeys(rates, runs_of.map(lambda n: counted(n, "run"))))
+    low, high = (
+        100 * have.reindex(columns=[f"metrics.category_ci/{name}_{end}" for name in rates])
+        .set_axis(rates.columns, axis=1).groupby(labels).mean().reindex(rates.index)
+        for end in ("low", "high")
+    )  # fmt: skip
+    of_one = low.notna() & (runs_of == 1).to_numpy()[:, None]
+    between = "[" + low.map("{:.0f}".format) + ", " + high.map("{:.0f}".format) + "]"
     return heat(
         rates,
         f"Acceptance rates in runs of 10_acceptance: {rates.min(axis=None):.0%} to "
         f"{rates.max(axis=None):.0%}",
-        counts if (runs_of > 1).any() else None,
-        bare="rates by kind of text are logged without; each run's own figure has them",
+        between.where(of_one, counts),
+        bare="" if of_one.all(axis=None) else "in averages of runs, nor where none was logged",
     )
 
 

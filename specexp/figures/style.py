@@ -126,7 +126,8 @@ def log_axis(axes: Axes, which: str = "y") -> None:
     axis: Any = getattr(axes, f"{which}axis")
     low, high = sorted(getattr(axes, f"get_{which}lim")())
     digits = (1, 2, 5) if high < WIDE * low else (1,)
-    even, powers = ticker.MaxNLocator(4), ticker.LogLocator(subs=digits)
+    even = ticker.MaxNLocator(4, steps=(1, 2, 5, 10))  # of all these steps 1 is a multiple
+    powers = ticker.LogLocator(subs=digits)
     axis.set_major_locator(even if high < NARROW * low else powers)
     thousands = ticker.EngFormatter(sep="")
     axis.set_major_formatter(lambda x, _: thousands(x) if x >= 1e4 else f"{x:g}")

@@ -87,7 +87,7 @@ def about(pairing: Pairing) -> dict[str, Any]:
     device = str(pairing.target.device)
     return {
         **provenance.machine(device, timed=True), "kernels": provenance.kernels(device),
-        "code": provenance.code_digest(), **costs.about(pairing.engine), "drafter": pairing.drafter,
+        "code": provenance.code_digest(), **costs.about(pairing.engine), "drafter": pairing.named,
         "processors": repr(pairing.followed),
     }  # fmt: skip
 

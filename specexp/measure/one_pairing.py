@@ -8,6 +8,7 @@ and intervals from them.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice, product
 from typing import Any
@@ -20,7 +21,7 @@ from tqdm.auto import tqdm
 from specexp import theory
 from specexp.api import Pairing
 from specexp.engine import Engine
-from specexp.errors import UserError
+from specexp.errors import UserError, brief
 from specexp.measure import interleave, statistics
 from specexp.measure.costs import LEAD
 from specexp.measure.interleave import clock
@@ -39,6 +40,14 @@ VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 ALIKE = 0.02  # how far the passes of repeats may differ, from near ties alone
 
 log = logging.getLogger("specexp")
+
+
+def arms(pairing: Pairing, rivals: Iterable[str]) -> dict[str, Pairing]:
+    """This pairing, then those with these drafters in place of its own, each under the shortest
+    name that tells it from the others; a drafter that is named twice is there once."""
+    every = [pairing, *(pairing.with_(drafter=name) for name in rivals)]
+    names = {arm.named: brief(arm.named, [other.named for other in every]) for arm in every}
+    return {names[arm.named]: replace(arm, drafter=names[arm.named]) for arm in every}
 
 
 def acceptance(

@@ -273,7 +273,12 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     }
     if "category" in samples:
         for category, part in samples.groupby("category"):
-            metrics[f"category/{category}"] = pooled(part).rate
+            each = statistics.share(*units(part, "accepted", "drafted"))
+            metrics |= {
+                f"category/{category}": each.value,
+                f"category_ci/{category}_low": each.low,
+                f"category_ci/{category}_high": each.high,
+            }
     return metrics, {
         "acceptance/at_position": list(record.marginal),
         "acceptance/conditional": list(record.conditional),

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specexp.errors import brief
 from specexp.terminal import ROWS
 from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
@@ -68,7 +69,7 @@ def short(runs: pd.DataFrame) -> pd.DataFrame:
     tell them apart."""
     columns = {name: list(runs[name].dropna().unique()) for name in runs if name[:7] == "params."}
     return runs.assign(**{
-        name: runs[name].map(partial(mlflow_view.brief, among=values), na_action="ignore")
+        name: runs[name].map(partial(brief, among=values), na_action="ignore")
         for name, values in columns.items()
     })  # fmt: skip
 
@@ -96,7 +97,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     view["replicas"] = _metric(runs, "fleet/replicas", "{:.0f}")
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}", "acceptance/rate_ci")
     for category in categories(runs):
-        view[category] = _metric(runs, f"category/{category}", "{:.0%}")
+        view[category] = _metric(runs, f"category/{category}", "{:.0%}", f"category_ci/{category}")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
     view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")
     view["largest batch"] = _metric(runs, "speedup/at_largest_batch", "{:.2f}x")

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from specexp.errors import DEEPEST, brief, last_parts
 from specexp.tracking.results import is_simulated, runs_in
 
 KEY = "specexp"
@@ -24,7 +25,6 @@ _LONGEST_PARAM = 6000  # MLflow truncates longer ones
 CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
 WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 44, "tags.`answer`": 170}  # in pixels
-DEEPEST = 5  # parts of a path in a name, at most
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
 FIGURES = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
@@ -126,26 +126,11 @@ def beside(tags: Mapping[str, str], params: Mapping[str, Any], rival: str) -> di
     name, own = tags.get("name", ""), params.get("drafter", "")
     among = [own, *(params.get("rivals") or ())]
     # the drafter's own part of the name, by however many parts of a path it is told from others
-    written = next((text for n in range(DEEPEST, 0, -1) if (text := _last(own, n)) in name), "")
+    written = next(
+        (text for n in range(DEEPEST, 0, -1) if (text := last_parts(own, n)) in name), ""
+    )
     named = name.replace(written, brief(rival, among), 1) if written else f"{rival} {name}"
     return {**tags, "name": named, "rival": rival}
-
-
-def brief(value: Any, among: Collection[Any] = ()) -> str:
-    """A parameter in a name: of a path or a hub id as few of its last parts as tell it from the
-    values `among` which it is."""
-    others = [other for other in among if other != value] if "/" in str(value) else []
-    for parts in range(1, DEEPEST + 1):
-        text = _last(value, parts)
-        if text not in (_last(other, parts) for other in others):
-            break
-    return text
-
-
-def _last(value: Any, parts: int) -> str:
-    text = "/".join(value.rstrip("/").split("/")[-parts:]) if isinstance(value, str) else str(value)
-    text = text if text.isprintable() else repr(text)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def note(

@@ -96,6 +96,18 @@ def test_forest_is_sorted_and_paired_differences_decide():
     assert "none is certainly" in title(figures.pairings.forest(table, behind.assign(low=0.9)))
 
 
+@pytest.mark.parametrize("low", [0.05, 0.3, 0.5, 0.6, 0.85, 0.99])
+@pytest.mark.parametrize("high", [1.01, 1.2, 1.5, 2.0, 3.1, 4.4, 9.0, 45.0])
+def test_axis_of_a_forest_has_numbers_and_1_among_them(low, high):
+    [axes] = figures.pairings.forest(arms((1.0, low, high))).axes
+    start, end = axes.get_xlim()
+    numbers = [
+        float(t.get_text()) for t in axes.get_xticklabels() if start <= t.get_position()[0] <= end
+    ]
+    assert 1 in numbers
+    assert 2 <= len(numbers) <= 9
+
+
 def test_behind_is_paired_by_prompt():
     rows = [
         {"arm": arm, "question_id": q, "repeat": 0, "s": s * (1 + q), "tokens": 10}

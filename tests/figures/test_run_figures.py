@@ -16,8 +16,10 @@ def test_runs_of_different_categories_share_a_figure():
     names = ["params.drafter", "metrics.category/code", "metrics.category/prose"]
     rows = [("ngram", 0.5, None), ("model", None, 0.25), ("none", None, None)]
     runs = pd.DataFrame(rows, columns=names).assign(experiment="acceptance")
+    runs["metrics.category_ci/code_low"], runs["metrics.category_ci/code_high"] = 0.41, 0.59
     figure = figures.runs.by_category(runs)
     assert "25% to 50%" in title(figure)
+    assert {t.get_text() for t in figure.axes[0].texts} >= {"50%\n[41, 59]", "25%\n1 run"}
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["ngram", "model"]
 
 

@@ -3,6 +3,7 @@
 import gc
 import shutil
 import weakref
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -26,6 +27,19 @@ def test_acceptance_counts_agree_in_every_row(pairing, acceptance):
         assert sum(r[-1] for r in row["rounds"]) == row["emitted"]
 
 
+def test_arms_have_the_shortest_names_that_tell_them_apart(pairing, tiny_folders, tmp_path):
+    draft = tiny_folders[1]
+    other = shutil.copytree(draft, tmp_path / "other" / "draft")
+    own = Path(draft).parent.name
+    assert pairing.drafter == "draft"
+    arms = one_pairing.arms(pairing, ["ngram", f"model:{other}", draft])
+    assert list(arms) == [f"{own}/draft", "ngram", "other/draft"]
+    assert [arm.named for arm in arms.values()] == [draft, "ngram", str(other)]
+    warm = [arm.with_(temperature=1.0) for arm in arms.values()]
+    samples = one_pairing.acceptance(warm, PROMPTS[:1], 2)
+    assert list(samples["pairing"]) == list(arms)
+
+
 def test_metrics_are_pooled_not_averaged(acceptance):
     own = acceptance[acceptance["pairing"] != "ngram"]
     metrics, series = summaries.acceptance_metrics(own)
@@ -33,6 +47,8 @@ def test_metrics_are_pooled_not_averaged(acceptance):
     assert metrics["counts/rounds"] == own["passes"].sum()
     code = own[own["category"] == "code"]
     assert metrics["category/code"] == code["accepted"].sum() / code["drafted"].sum()
+    ends = [metrics[f"category_ci/code_{end}"] for end in ("low", "high")]
+    assert 0 <= ends[0] < metrics["category/code"] < ends[1] <= 1
     assert metrics["acceptance/length"] == pytest.approx(1 + sum(series["acceptance/at_position"]))
 
 

@@ -203,7 +203,8 @@ def test_plain_and_int8_weights_are_loaded_apart(tiny_folders):
     assert not quantised_layers(plain)
     again = api.load(target, small(draft), gamma=3)
     assert again.engine.drafter.lm.module is made
-    assert [pairing.drafter for pairing in both] == [draft, small(draft)]
+    assert [pairing.named for pairing in both] == [draft, small(draft)]
+    assert [pairing.drafter for pairing in both] == ["draft", "draft+int8"]
 
 
 @pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])

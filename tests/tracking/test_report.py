@@ -69,7 +69,8 @@ def committed(name, metrics, drafter="ngram", tags=None, rounds=None, markdown="
 
 
 def test_page_holds_question_answer_figures_and_command(store):
-    committed("a", FAST)
+    by_kind = {"category/own": 0.75, "category_ci/own_low": 0.6, "category_ci/own_high": 0.85}
+    committed("a", FAST | by_kind)
     committed("b", SLOW, drafter="suffix")
     html = report.page(report.of("mine"))
     page = Reader(html)
@@ -79,6 +80,7 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert "ngram: 1.90x [1.79, 2.01] of plain decoding's speed over 3 prompts" in text
     assert "certainly faster. It is the best of 2 runs" in text
     assert "certainly better than the others" in text
+    assert "75% [60, 85]" in text
     said = "(200 tokens compared; a total variation of 0.12 in the mean of draws would show)"
     assert f"in 2 of 2 checked runs {said}" in text
     assert "specexp grid run 'of mine.yaml'" in text
