@@ -52,7 +52,7 @@ def test_profile_is_measured_once(pairing, measured, store):
     again = break_even.profile(pairing, **SETTINGS)
     assert len(measured) == 1
     assert np.array_equal(first.verify, again.verify)
-    assert first.about["drafter"] == pairing.drafter
+    assert first.about["drafter"] == pairing.named
     assert break_even.table_path(pairing).parent == store / "costs"
     assert re.fullmatch(
         r"[\w.-]+--[\w.-]+--[0-9a-f]{12}\.json", break_even.table_path(pairing).name
