@@ -163,10 +163,18 @@ class Worker:
         with contextlib.suppress(KeyError, ValueError):
             if threads := int(env["OMP_NUM_THREADS"]):
                 sys.modules["torch"].set_num_threads(threads)
-        sys.argv = command[command.index("-m") + 1 :]
-        from ipykernel.kernelapp import IPKernelApp
+        launch(command[command.index("-f") :])
 
-        IPKernelApp.launch_instance(sys.argv[1:])
+
+def launch(arguments: list[str]) -> None:
+    """Become a kernel that no file of this machine configures: cells run as they are written."""
+    from ipykernel.kernelapp import IPKernelApp
+    from IPython.core import application
+
+    application.ENV_CONFIG_DIRS.clear()  # IPython reads its start-up files from these lists, too
+    application.SYSTEM_CONFIG_DIRS.clear()
+    sys.argv = ["ipykernel", *arguments]
+    IPKernelApp.launch_instance(arguments)
 
 
 def reseed(seed: int) -> None:

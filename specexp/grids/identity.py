@@ -137,6 +137,7 @@ def _parts(
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
     parts["notebook"] = notebook.digest[:16]
     if notebook.timed:
+        parts["processor"] = provenance.processor()  # quotas change without a trace in files
         parts["together"] = "yes" if together else "no"
     if sources := sorted(known.lasting(f"{FACTS}model", source) for source in models):
         parts["models"] = digest(sources)

@@ -39,7 +39,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
 # No sqlite history; and no watching of the parent process, as forkserver.py ends kernels.
 ARGUMENTS = ["--HistoryManager.enabled=False", "--IPKernelApp.parent_handle=1"]
-COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *ARGUMENTS]
+# The notebook's folder is on the path only when all is imported, as in ipykernel_launcher.
+BARE = (
+    "import sys; sys.path.remove('') if '' in sys.path else 0; "
+    "from specexp.grids.forkserver import launch; launch(sys.argv[1:])"
+)
+COMMAND = [sys.executable, "-c", BARE, "-f", "{connection_file}", *ARGUMENTS]
 # The path of a socket has at most 107 bytes, and our own names take 33 of them.
 LONGEST_FOLDER = 107 - len("/specexp-12345678/tmp12345678/k-5")
 # Figures go into cells, which run as they are written, whatever the environment says: with their

@@ -8,8 +8,10 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,11 +28,13 @@ SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS", "SPECEXP_FAST")
 # Variables that choose kernels of libraries or divide their sums, and so decide the last digits of
 # results: all whose names begin with a library's, and some more.
 LIBRARIES = (
-    "MKL_", "OMP_", "KMP_", "GOMP_", "OPENBLAS_", "ONEDNN_", "DNNL_", "CUBLAS_", "CUDNN_", "NPY_",
+    "MKL_", "OMP_", "KMP_", "GOMP_", "OPENBLAS_", "ONEDNN_", "DNNL_", "CUBLAS_", "CUBLASLT_",
+    "CUDNN_", "NPY_",
 )  # fmt: skip
 ROUNDING = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "LD_PRELOAD", "LD_LIBRARY_PATH",
     "GLIBC_TUNABLES", "PYTORCH_TUNABLEOP_ENABLED", "TORCH_BLAS_PREFER_CUBLASLT", "USE_HUB_KERNELS",
+    "TRITON_F32_DEFAULT", "TRITON_INTERPRET",
 )  # fmt: skip
 QUIET = ("OMP_NUM_THREADS", "OMP_DISPLAY_ENV", "MKL_VERBOSE", "ONEDNN_VERBOSE", "DNNL_VERBOSE")
 # Those that only change how long it takes.
@@ -123,7 +127,29 @@ def instructions() -> str:
 
 
 def processor() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    """What decides how long code takes on this processor: its model, how many cores this process
+    may use at once, and whether memory may lie in huge pages."""
+    model = _cpuinfo("model name") or platform.processor() or platform.machine()
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = re.search(r"\[(\w+)\]", pages.read_text()) if pages.exists() else None
+    return f"{model}, {cores():g} cores, huge pages {chosen[1] if chosen else 'unknown'}"
+
+
+def cores(root: Path = Path("/")) -> float:
+    """How many cores this process may use: those that it may run on or, if that is less, the quota
+    of its control groups; `root`: where /proc and /sys are."""
+    most: float = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    own = root / "proc/self/cgroup"
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, kinds, name = line.split(":", 2)
+        top = root / "sys/fs/cgroup" / ("cpu" if "cpu" in kinds.split(",") else "")
+        group = top / name.lstrip("/")
+        for folder in (f for f in (group, *group.parents) if f.is_relative_to(top)):
+            with suppress(OSError, ValueError):
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else ("cpu.max",)
+                quota, period = map(int, " ".join((folder / n).read_text() for n in names).split())
+                most = min(most, quota / period) if quota > 0 else most
+    return most
 
 
 @cache

@@ -375,7 +375,8 @@ TOKENS = {
     "start-up code of Python": (lambda c: c.startup("sitecustomize.py"), {STARTUP}),
     **{
         name: (lambda c, n=name: c.env(n, "1"), {"settings"})
-        for name in ("MKL_CBWR", "OMP_THREAD_LIMIT", "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH")
+        for name in ("MKL_CBWR", "OMP_THREAD_LIMIT", "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH",
+                     "TRITON_F32_DEFAULT")
     },
     "compiled code": (lambda c: c.flip("library.so"), {"kernels"}),
     "code that does not compile": (lambda c: c.fact(build, "_loaded", None), {"kernels"}),
@@ -439,6 +440,29 @@ def test_gpu_is_known_by_its_name(monkeypatch):
     assert provenance.device_class("auto") == "GPU at cuda"
     assert provenance.device_class("cuda:1") == "GPU at cuda:1"
     assert provenance.device_class("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/a/b", {"a/cpu.max": "25000 100000\n", "a/b/cpu.max": "max 100000\n"}, 0.25),
+        (
+            "3:memory:/a\n2:cpu,cpuacct:/a",
+            {"cpu/a/cpu.cfs_quota_us": "10000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, 0.1,
+        ),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ("0::/", {}, None),
+    ],
+)  # fmt: skip
+def test_quota_of_a_control_group_is_fewer_cores(tmp_path, group, files, cores):
+    for name, text in {"../../../proc/self/cgroup": group, **files}.items():
+        file = Path(os.path.normpath(tmp_path / "sys/fs/cgroup" / name))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert provenance.cores(tmp_path) == (cores or usable)
+    assert f"{provenance.cores():g} cores" in provenance.processor()
 
 
 def test_ends_and_size_of_a_large_file_are_hashed(tmp_path, monkeypatch):

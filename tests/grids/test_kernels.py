@@ -164,10 +164,15 @@ def test_cells_run_as_written_whatever_start_up_files_and_switches_say(go, eithe
     config.write_text("c.InteractiveShellApp.exec_lines = ['from_a_file = 1']")
     env = {"HOME": str(tmp_path), "PYTHONSTARTUP": str(tmp_path / "startup.py")}
     look = """
+        from IPython.core import shellapp
+        shared = shellapp.SYSTEM_CONFIG_DIRS + shellapp.ENV_CONFIG_DIRS
+        profile = get_ipython().profile_dir.location
         try: assert not __debug__
-        except AssertionError: print("from_a_file" in globals())
+        except AssertionError: print("from_a_file" in globals(), shared)
+        print(get_ipython().parent.parent.config_file_paths == [profile], profile)
     """
-    assert go(either, look, env=env | {"PYTHONOPTIMIZE": "1"}) == ["False"]
+    [output] = go(either, look, env=env | {"PYTHONOPTIMIZE": "1"})
+    assert output.startswith(f"False []\nTrue {either.kernels.folder}")
 
 
 def test_points_are_isolated(go, worker):
