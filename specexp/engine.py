@@ -232,9 +232,11 @@ class Engine:
                 self.policy.learn(load, Plan(tree), ended.steps, seconds)
                 trace.rounds.append(ended)
                 steady = True  # what follows in one call are replays
-                lengths = [length + row[1] for length, row in zip(lengths, rows, strict=True)]
-            each = zip(prompts, lengths, rows, strict=True)
-            left = max((len(p) + max_new_tokens - n) * row[2] for p, n, row in each)
+                each = zip(lengths, rows, strict=True)
+                lengths = [length + emitted for length, (_, emitted, *_) in each]
+            ends = (len(prompt) + max_new_tokens for prompt in prompts)
+            each_row = zip(ends, lengths, rows, strict=True)
+            left = max((end - length) * live for end, length, (_, _, live, *_) in each_row)
             if not self.recorder.ahead and any(step.done for step in ended.steps):
                 depths = self.rows.budget[: len(prompts)].fill_(self.policy.widest)
                 seqs = replace(seqs, budget=depths.masked_fill_(~seqs.live, -1))

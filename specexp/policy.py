@@ -77,7 +77,7 @@ class Policy(Protocol):
             steps: What every live row drafted, accepted and emitted, except rows drafted for by a
                 drafter that had not read their whole sequence yet.
             seconds: How long the round took; None if later rounds like it will not take as long, as
-                after a warm-up (`Engine.steady`).
+                after a warm-up (`Recorder.steady`).
         """
         ...
 

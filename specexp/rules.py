@@ -160,16 +160,16 @@ class Block(Rule):
         exists = (following >= 0).cumprod(1).bool()  # [B, N]: draft tokens up to node i + 1
         drawn = torch.where(exists[..., None], _drawn(draft.q, p, x), 0.0)
         odds = torch.where(exists, (p.gather(-1, x) / drawn.gather(-1, x))[..., 0], 0.0)
-        owed = [torch.ones_like(odds[:, 0])]
+        weights = [torch.ones_like(odds[:, 0])]
         for i in range(N - 1):
-            owed.append((owed[-1] * odds[:, i]).clamp(max=1))
-        P = torch.stack(owed, 1)  # [B, N]: weight of the prefix that ends with node i
+            weights.append((weights[-1] * odds[:, i]).clamp(max=1))
+        P = torch.stack(weights, 1)  # [B, N]: weight of the prefix that ends with node i
         uncovered = (P[..., None] * p - drawn).clamp(min=0)
         S = uncovered.sum(-1)
         chance = torch.where(S + 1 - P > 0, S / (S + 1 - P), 1.0)
         passes = rng.bernoulli(chance[:, 1:], draft.keys[:, : N - 1], 0)
-        place = torch.arange(1, N, device=p.device)
-        n = (passes * place).amax(1) if N > 1 else torch.zeros_like(tokens[:, 0])
+        lengths = torch.arange(1, N, device=p.device)
+        n = (passes * lengths).amax(1) if N > 1 else torch.zeros_like(tokens[:, 0])
         path = torch.arange(N, device=p.device).clamp(max=n[:, None])
         return with_bonus(draft, path, n, normalised(uncovered, p), rng)
 

@@ -167,7 +167,7 @@ class Sequences:
 
     @property
     def rows(self) -> slice:
-        """The index of these rows in tensors that hold the whole bank."""
+        """The index of these rows in the caches and in the drafter's state, which hold all rows."""
         return slice(self.first, self.first + len(self.tokens))
 
     @property

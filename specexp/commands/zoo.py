@@ -42,10 +42,10 @@ def models(as_json: opt.AsJson = False) -> None:
             methods = Table(f"--{kind}", "what it does", box=None, header_style="bold")
             for name_and_about in named:
                 methods.add_row(*name_and_about)
-            opt.console.print(methods)
+            opt.console.print(methods, "", sep="\n")
     if shelf.shipped() is None:
-        opt.say(f"\n{shelf.GET}")
-    opt.say("\nA model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights.")
+        opt.say(f"{shelf.GET}\n")
+    opt.say("A model is given as zoo name, folder or hub id; NAME+int8 has 8-bit weights.")
 
 
 @app.command("train", cls=opt.Command)

@@ -165,7 +165,8 @@ def test_bench_exits_1_when_a_ratio_is_worse(bench, tmp_path):
         out.write_text(json.dumps(report))
         ended, printed, err = bench("round", "--against", str(out))
         assert ended == code, err
-        assert "on another device (a toaster)" in printed
+        assert "device a toaster, now " in printed
+        assert "threads" not in printed.partition("earlier run")[2]
         [row] = [line for line in printed.splitlines() if "round: fast" in line]
         assert word in row
 

@@ -383,7 +383,7 @@ MUTANTS = [
            {"S / (S + 1 - P)": "odds.roll(1, 1).clamp(max=1)"}, "law_of_block"),
     Mutant("block: passes with S_i", *block, {"S / (S + 1 - P)": "S"}, "law_of_block"),
     Mutant("block: P_i not cut at one", *block,
-           {"(owed[-1] * odds[:, i]).clamp(max=1)": "owed[-1] * odds[:, i]",
+           {"(weights[-1] * odds[:, i]).clamp(max=1)": "weights[-1] * odds[:, i]",
             "chance[:, 1:]": "chance[:, 1:].clamp(0, 1)"}, "law_of_block"),
     Mutant("block: residual of p, not of P_i p", *block,
            {"(P[..., None] * p - drawn)": "(p - drawn)"}, "law_of_block"),
@@ -391,7 +391,7 @@ MUTANTS = [
            {"normalised(uncovered, p)": "p"},
            "law_of_block"),
     Mutant("block: stops at the first that fails", *block,
-           {"(passes * place).amax(1)": "passes.long().cumprod(1).sum(1)"}, "law_of_block"),
+           {"(passes * lengths).amax(1)": "passes.long().cumprod(1).sum(1)"}, "law_of_block"),
     Mutant("block: the last guess judged like the others", *block,
            {"torch.where(exists[..., None], _drawn(draft.q, p, x), 0.0)":
             "torch.where(exists[..., None], _drawn(draft.q, p, x), draft.q[:, :1] if draft.q is "

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from specexp.errors import UserError
+from specexp.errors import UserError, counted
 from specexp.measure.hardware.suites import WORK
 from specexp.measure.statistics import Interval
 
@@ -21,6 +21,7 @@ MARGIN = 0.05
 WRITE = "write one with specexp bench --out"
 ALIKE = ("target", "drafter", "gamma", "temperature", "sampling", "dtype", "max_new_tokens",
          "prompts")  # fmt: skip
+RUNS = ("device", "threads", "torch")  # what may differ, and is said
 LATER = {"sampling": "given"}  # what reports before there was this parameter were measured with
 SUITES = ("peers", "roofline", "round")  # the others have no ratio that should rise or fall
 
@@ -83,7 +84,7 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
         if row["ratio"]:
             yield what, Interval(**row["ratio"]), True
     for row in suites.get("roofline", {}).get("rows", ()):
-        what = f"pass: {row['model']}, {row['tokens']} tokens"
+        what = f"pass: {row['model']}, {counted(row['tokens'], 'token')}"
         yield f"{what} / bare products", Interval(**row["over_bare"]), False
         if row["tokens"] > 1:
             yield f"{what} / one", Interval(**row["over_step"]), False
@@ -95,11 +96,12 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
 
 def table(compared: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
     """One row per ratio; worse ones in red."""
-    title = "against an earlier run"
-    if then.get("about", {}).get("device") != now["about"]["device"]:
-        title += f" on another device ({then.get('about', {}).get('device')})"
+    was, about = then.get("about", {}), now["about"]
+    other = (f"{n} {was.get(n)}, now {about.get(n)}" for n in RUNS if was.get(n) != about.get(n))
+    title = ": ".join(filter(None, ["against an earlier run", "; ".join(other)]))
     rows = Table("ratio", "then", "now", "", title=Text(title), title_justify="left",
-                 box=None, header_style="bold")  # fmt: skip
+                 caption=f"worse, better: the intervals are apart by more than {MARGIN:.0%}",
+                 caption_justify="left", box=None, header_style="bold")  # fmt: skip
     for change in compared:
         verdict = Text("better", "green") if change.better else Text()
         verdict = Text("worse", "red") if change.worse else verdict
