@@ -131,16 +131,15 @@ class States:
         `first`: whether what lies before these slots is of the text; `start`: of a text from this
         slot on, which the pass runs in one go."""
         self.start = start
-        if self.window and start is not None:
-            self.window.fold(rows, slots, tokens)
-            self.window.based[rows] = slots[:, -1] + 1
-            last = torch.arange(-self.window.back, 0, device=slots.device)
-            self.before = [self.window.entries(rows, slots[:, :1] + last)[0]]
-            after = self.window.entries(rows, slots[:, -1:] + last + 1)[0]
-            self.after = [torch.where(after == NOTHING, NOWHERE, after)]
-            return
         if self.window:
-            self.window.aim(rows, slots, tokens, visible, first)
+            n = slots.shape[1] if start is None else 1
+            self.window.aim(rows, slots[:, :n], tokens[:, :n], visible, first)
+            if start is not None:
+                self.window.based[rows] = slots[:, -1] + 1
+                last = torch.arange(-self.window.back, 0, device=slots.device)
+                self.before = [self.window.entries(rows, slots[:, :1] + last)[0]]
+                after = self.window.entries(rows, slots[:, -1:] + last + 1)[0]
+                self.after = [torch.where(after == NOTHING, NOWHERE, after)]
             return
         parent = slots - 1
         if visible is not None:

@@ -36,16 +36,16 @@ class Paths:
     def __init__(self, seen: Tensor, place: Tensor) -> None:
         after = place[:, None, :] > place[:, :, None]  # [b, m, m]: slot l is after slot j
         after = nn.functional.pad(after, (0, 0, 1, 0), value=True)  # and all are after the state
-        self.shape = (len(seen), seen.shape[1], -1)
-        self.between = (seen[:, :, None] & after[:, None]).flatten(1, 2).float()
-        self.seen = seen.float()[..., None, None]  # [b, n, m, 1, 1]
+        between = (seen[:, :, None] & after[:, None]).float()
+        self.between = between.flatten(1, 2).mT  # [b, m, n * (1 + m)]
+        self.seen = nn.functional.pad(seen, (1, 0), value=True).float()[:, None, None]
 
-    def decays(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """By what the state [b, n, H, k] and the write of each slot [b, n, m, H, k] have decayed at
-        a token, by their logarithms g [b, m, H, k]; 0 for a slot that it does not see."""
-        b, m, H, k = g.shape
-        w = (self.between @ g.flatten(2)).exp().view(b, -1, m + 1, H, k)
-        return w[:, :, 0], w[:, :, 1:] * self.seen
+    def decays(self, g: Tensor) -> Tensor:
+        """By what the state and then the write of each slot have decayed at a token
+        [b, H, k, n, 1 + m], by their logarithms g [b, m, H, k]; 0 for a slot that it does not
+        see."""
+        w = (g.flatten(2).mT @ self.between).exp()
+        return w.view(len(w), *g.shape[2:], *self.seen.shape[3:]) * self.seen
 
 
 class Window:
@@ -58,35 +58,28 @@ class Window:
     def __init__(self, batch: int, size: int, back: int, device: Any) -> None:
         self.size, self.back = size, back
         self.based = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.folds: Paths | None = None
 
     def entries(self, rows: slice, slots: Tensor) -> Tensor:
         """Where slots [b, n] of these rows are kept; those before the first are empty."""
         at = entries_of(rows, slots.flatten(1), self.size)
         return torch.where(slots < 0, NOTHING, at.view(slots.shape))
 
-    def _places(self) -> Tensor:
-        """The slot of each entry of this pass's rows [b, size]."""
-        based = self.based[self.rows, None]
-        return based + (torch.arange(self.size, device=based.device) - based) % self.size
-
-    def fold(self, rows: slice, slots: Tensor, tokens: Tensor) -> None:
-        """Make the next pass add to the states what lies before the first of slots [b, n]."""
-        self.rows, based = rows, self.based[rows]
-        place = self._places()
+    def fold(self, place: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
+        """What the next pass adds to the states, of the entries of slots `place` [b, m]: those
+        before the first of slots [b, n]. Returns [b, 1, m]."""
+        based = self.based[self.rows]
         until = torch.where(tokens[:, 0] < 0, based, torch.maximum(based, slots[:, 0]))
-        self.folds = Paths((place < until[:, None])[:, None], place)
         based.copy_(until)
+        return (place < until[:, None])[:, None]
 
     def aim(
         self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None, first: bool
     ) -> None:
         """Make the next pass feed tokens [b, n] at these slots. `first`: what lies before them is
-        of the text."""
-        self.rows, self.folds = rows, None
-        if first:
-            self.fold(rows, slots, tokens)
-        place = self._places()
+        of the text, and is added to the states once they are read."""
+        self.rows, self.folds = rows, int(first)
+        based = self.based[rows, None]
+        place = based + (torch.arange(self.size, device=based.device) - based) % self.size
         columns = torch.arange(-self.back, 0, device=slots.device)
         if visible is None:
             seen = place[:, None] <= slots[..., None]
@@ -100,6 +93,8 @@ class Window:
             on = nn.functional.pad(ancestors, (self.back, 0), value=True)
             path = torch.where(on, path[:, None], -1)
             columns = path.topk(self.back).values.flip(-1)
+        if first:
+            seen = torch.cat([self.fold(place, slots, tokens), seen], 1)
         self.paths = Paths(seen, place)
         self.prior = (place < slots[:, :1])[:, None, None].float()  # [b, 1, 1, m]
         self.own = (slots % self.size)[:, None, None]  # [b, 1, 1, n]
@@ -199,21 +194,21 @@ class Scan:
         at = slice(FIRST + rows.start * m, FIRST + rows.stop * m)
         kept = (self.buffers[name, 0][at] for name in ("key", "decay", "write"))
         state = self.buffers["recurrent", 0][rows]
-        state = state.transpose(2, 3) if self.turned else state
         return (*(x.unflatten(0, (-1, m)) for x in kept), state)
 
     def fold(self) -> None:
         """Add to the states what the window says."""
-        if self.window and self.window.folds and ("recurrent", 0) in self.buffers:
+        if self.window and ("recurrent", 0) in self.buffers:
             keys, decays, writes, state = self._here()
-            left, w = (x[:, 0] for x in self.window.folds.decays(decays))
-            old = (spread(keys, w.shape[2], 2) * w).transpose(1, 2).flatten(0, 1)  # [b*H, m, K]
-            new = writes.transpose(1, 2).flatten(0, 1)  # [b*H, m, V]
-            state.mul_(left[..., None])
-            if self.turned:  # as it lies in memory, which is many times as fast
-                state.mT.flatten(0, 1).baddbmm_(new.mT, old)
-            else:
-                state.flatten(0, 1).baddbmm_(old.mT, new)
+            self._fold(self.window.paths.decays(decays)[..., 0, :], keys, writes, state)
+
+    def _fold(self, w: Tensor, keys: Tensor, writes: Tensor, state: Tensor) -> None:
+        """By decays w [b, H, k, 1 + m]."""
+        x, y = (writes, keys) if self.turned else (spread(keys, w.shape[1], 2), writes)
+        x = x.permute(0, 2, 3, 1) * w[..., 1:]
+        y = y.transpose(1, 2).flatten(0, 1)  # one matrix for all heads that share a key, if turned
+        state.mul_(w[..., :1])
+        state.view(len(y), -1, y.shape[2]).baddbmm_(x.reshape(len(y), -1, x.shape[3]), y)
 
     def _scan(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
@@ -226,29 +221,36 @@ class Scan:
             for name, kept in (("key", k), ("decay", g), ("write", v)):
                 self._kept(name, kept)
             return v
-        self.fold()
         self._kept("key", k)
         self._kept("decay", g)
         keys, decays, writes, state = self._here()
-        left, w = window.paths.decays(decays)
-        x = q if beta is None else torch.cat([q, k], 1)  # queries, then keys to read by
-        times = x.shape[1] // n
-        wide = spread(x, H, 2)
-        read = (wide * left.repeat(1, times, 1, 1)).transpose(1, 2) @ state  # [b, H, n or 2n, V]
-        if g.shape[-1] == 1:
-            scores = spread(x.transpose(1, 2) @ keys.permute(0, 2, 3, 1), H, 1)
-            scores = scores * w[..., 0].permute(0, 3, 1, 2).repeat(1, 1, times, 1)
+        w = window.paths.decays(decays)
+        past, w = w[..., 0, :], w[..., window.folds :, :]
+        x = (q if beta is None else torch.cat([q, k], 1)).transpose(1, 2)  # q, then keys to read by
+        each = (-1, n)  # of [b, H, n or 2n, ...], as [b, H, 1 or 2, n, ...]
+        left = w[..., 0].mT[:, :, None]  # [b, H, 1, n, k]
+        if self.turned:
+            read = state.view(b, x.shape[1], -1, x.shape[3]) @ x.mT
+            read = read.view(b, H, -1, n).mT * left[:, :, 0]
         else:
-            scores = torch.einsum("bnhk,bnmhk,bmhk->bhnm", x, w.repeat(1, times, 1, 1, 1), keys)
-        writes = writes.transpose(1, 2)
+            read = (spread(x, H, 1).unflatten(2, each) * left).flatten(2, 3) @ state
+        if g.shape[-1] == 1:
+            scores = spread(x @ keys.permute(0, 2, 3, 1), H, 1).unflatten(2, each) * w[..., 1:]
+        else:
+            terms = x.unflatten(2, each), w[..., 1:], keys
+            scores = torch.einsum("bhtnk,bhknm,bmhk->bhtnm", *terms)
+        scores = scores.flatten(2, 3)
         if beta is not None:
             rate = beta.transpose(1, 2)[..., None]
             (read, known), (scores, among) = read.split(n, 2), scores.split(n, 2)
-            v = rate * (v.transpose(1, 2) - known - (among * window.prior) @ writes)
-            own = window.own.expand(b, H, n, -1)
-            among = rate * among.gather(3, own) * window.earlier
-            for i in range(1, n):
-                v[:, :, i : i + 1] -= among[:, :, i : i + 1, :i] @ v[:, :, :i]
+            v = rate * (v.transpose(1, 2) - known - (among * window.prior) @ writes.transpose(1, 2))
+            if n > 1:
+                own = window.own.expand(b, H, n, -1)
+                among = rate * among.gather(3, own) * window.earlier
+                v = torch.linalg.solve_triangular(among, v, upper=False, unitriangular=True)
             v = v.transpose(1, 2)
         self._kept("write", v)
-        return (read + scores @ writes).transpose(1, 2).contiguous()
+        y = (read + scores @ writes.transpose(1, 2)).transpose(1, 2).contiguous()
+        if window.folds:
+            self._fold(past, keys, writes, state)
+        return y

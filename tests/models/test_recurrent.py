@@ -215,8 +215,8 @@ def not_rolled_back(self, rows, slots, tokens, visible, first, start=None):
         self.before = (*last, *self.before[1:])
 
 
-def of_what_was_rejected(self, rows, slots, tokens):
-    FOLD(self, rows, slots + 1, tokens)
+def of_what_was_rejected(self, place, slots, tokens):
+    return FOLD(self, place, slots + 1, tokens)
 
 
 AIM, FOLD = States.aim, Window.fold
