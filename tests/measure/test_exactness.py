@@ -276,6 +276,9 @@ def failed(broken, prompts=MANY, length=40) -> list[str]:
     exact = certify(broken, prompts, length)
     assert exact.metrics["exact/pass"] == 0
     assert 0 < exact.metrics["exact/detectable_tv"] < 0.13
+    single = exact.metrics["exact/detectable_tv_row"]
+    assert exact.metrics["exact/detectable_tv"] < single <= 1
+    assert f"of {single:.2g} in a single row" in str(exact)
     assert f"a total variation of {exact.detectable:.2g} in the mean would show" in str(exact)
     return [check.what for check in exact.checks if not check.passed]
 

@@ -73,9 +73,15 @@ class Exactness:
         return max((check.detectable for check in self.checks), default=float("nan"))
 
     @property
+    def detectable_in_row(self) -> float:
+        """The same of a fault in a single row."""
+        return max((check.in_row for check in self.checks), default=float("nan"))
+
+    @property
     def metrics(self) -> dict[str, float]:
         drawn = {
             "exact/detectable_tv": self.detectable,
+            "exact/detectable_tv_row": self.detectable_in_row,
             "exact/bias": max((check.bias for check in self.checks), default=0.0),
         }
         return {
@@ -100,8 +106,7 @@ class Exactness:
             parts.append(f"BUG: {self.unlikely} of them are not the likeliest of their own round")
         parts += [str(check) for check in self.checks]
         if self.checks:
-            in_row = max(check.in_row for check in self.checks)
-            single = f", of {in_row:.2g} in a single row" if self.rows > 1 else ""
+            single = f", of {self.detectable_in_row:.2g} in a single row" if self.rows > 1 else ""
             parts[-1] += (
                 f" (a total variation of {self.detectable:.2g} in the mean would show{single}; a "
                 f"false alarm is one in {1 / ALARM:,.0f})"
