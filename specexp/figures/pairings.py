@@ -102,7 +102,7 @@ def heat(
     texts = rates.map(lambda share: "" if pd.isna(share) else f"{share:.0%}")
     if notes is not None:
         texts = texts + "\n" + notes.reindex_like(rates).fillna("")
-    wide = min(WIDEST, 2.5 + 1.3 * len(order))
+    wide = min(WIDEST, max(6.0, 2.5 + 1.3 * len(order)))  # so that titles have room
     across = [fill(str(c), max(6, int(10 * (wide - 2.5) / len(order)))) for c in order]
     up = [fill(str(name), 28) for name in rates.index]
     lines = max(text.count("\n") for text in [*up, *texts.to_numpy().flat])

@@ -59,7 +59,7 @@ def trees(edges: pd.DataFrame) -> Figure:
         return nothing("Every draft here is grown: no two rounds have the same tree")
     arms = {name: part.reset_index(drop=True) for name, part in edges.groupby("arm", sort=False)}
     places, deepest = [_places(part["parent"]) for part in arms.values()], edges["depth"].max()
-    size = max(3.5, 0.75 * max(map(max, places)) + 1.5), 1.6 + 0.6 * deepest
+    size = max(7 / len(arms), 3.5, 0.75 * max(map(max, places)) + 1.5), 1.6 + 0.6 * deepest
     with panels(len(arms), *size, sharey=True) as (figure, every):
         for axes, (name, part), x in zip(every, arms.items(), places, strict=True):
             for node, edge in part[1:].iterrows():
@@ -80,9 +80,10 @@ def trees(edges: pd.DataFrame) -> Figure:
         first = edges[edges["depth"] == 1]
         best = first[first["child"] == 0]["rate"]
         more = (first["rate"] * (first["child"] > 0)).groupby(first["arm"]).sum()
+        shares = dict.fromkeys([f"{best.min():.0%}", f"{best.max():.0%}"])
         title(figure,
-              f"The likeliest first draft token is accepted in {best.min():.0%} to "
-              f"{best.max():.0%} of rounds; its siblings add at most {more.max():.0%}",
+              f"The likeliest first draft token is accepted in {' to '.join(shares)} of rounds"
+              + f"; its siblings add at most {more.max():.0%}" * bool((first["child"] > 0).any()),
               bare=f"shares of rounds, faint where they are of fewer than {TOLD}"
         )  # fmt: skip
     return figure

@@ -109,6 +109,9 @@ def test_edges_count_what_the_trace_counts(pairing):
     assert edges["accepted"][1:].sum() == record.accepted - record.cut + edges["accepted"][0] * 0
     figure = figures.rounds.trees(edges)
     assert len(figure.axes[0].texts) == 6
+    assert "siblings" in figure.get_suptitle()
+    chain = figures.rounds.trees(edges[(edges["child"] == 0) | (edges["depth"] == 0)].head(2))
+    assert not re.search(r" to |siblings", chain.get_suptitle().splitlines()[0])
     nothing = figures.rounds.trees(edges.head(0))
     assert "grown" in nothing.axes[0].texts[0].get_text()
 
