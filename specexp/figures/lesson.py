@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from IPython.display import display
-from ipywidgets import FloatSlider, SelectionSlider, interactive
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
@@ -232,6 +231,10 @@ def pays(
 
 def sliders(costs: Costs) -> Any:
     """`pays` at a batch and an acceptance probability chosen with sliders."""
+    try:
+        from ipywidgets import FloatSlider, SelectionSlider, interactive
+    except ImportError:
+        return "There are no sliders here (pip install ipywidgets): the figure above shows the same"
 
     def show(batch: int, alpha: float) -> None:
         display(pays(costs, [batch], [alpha]))
