@@ -47,8 +47,12 @@ static inline void add(vec &sums, __m512bh a, __m512bh b) {
 static inline vec some(const bfloat16 *p) { return load(p); }
 #endif
 static inline void add(vec &sums, vec a, vec b) { sums += a * b; }
-// Whether weights are made float first, which takes longer than reading them.
-template <typename num> constexpr bool WIDENED = STEP<num> * sizeof(num) < sizeof(vec);
+// Rows of weights that M tokens read side by side. Memory is read fastest in order, by one row, for
+// as long as multiplying does not hold it up: by M more, or by making the weights float first.
+template <typename num, int M>
+constexpr int ABREAST = STEP<num> * sizeof(num) < sizeof(vec) ? BROAD
+                        : STEP<num> == LANES                  ? (M == 1 ? 1 : BROAD)
+                                                              : (M <= 2 ? 1 : 2);
 
 template <typename num> struct Layer {
     const num *before, *after, *q_norm, *k_norm;          // the last two or null
@@ -92,33 +96,38 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
 }
 
 // Dot products y [M, N] of M rows of x and N rows of w, each `size` long, set or added. Weights are
-// prefetched into the second-level cache, for the first one holds x; a single row of them, which is
-// read in order, the processor prefetches better by itself.
+// prefetched into the second-level cache, for the first one holds x; where one row is read after the
+// other, the processor prefetches better by itself.
 template <int M, int N, typename num>
 static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
                         int64_t size, float *y, int64_t y_stride, bool added) {
+    constexpr int R = std::min(N, ABREAST<num, M>);
     vec acc[M][N];
     each<M>([&](auto i) { each<N>([&](auto j) { acc[i][j] = vec{}; }); });
-    int64_t k = 0;
-    for (; k + STEP<num> <= size; k += STEP<num>) {
-        decltype(some(x)) a[M];
-        each<M>([&](auto i) {
-            a[i] = some(x + i * x_stride + k);
-            HELD(a[i]);
-        });
-        each<N>([&](auto j) {
-            const auto b = some(w + j * size + k);
-            if (N > 1) __builtin_prefetch((const char *)(w + j * size + k) + AHEAD, 0, 2);
-            each<M>([&](auto i) { add(acc[i][j], a[i], b); });
-        });
-    }
+    const int64_t end = size - size % STEP<num>;
+    each<N / R>([&](auto g) {
+        for (int64_t k = 0; k < end; k += STEP<num>) {
+            decltype(some(x)) a[M];
+            each<M>([&](auto i) {
+                a[i] = some(x + i * x_stride + k);
+                HELD(a[i]);
+            });
+            each<R>([&](auto r) {
+                constexpr int j = g * R + r;
+                const num *at = w + j * size + k;
+                const auto b = some(at);
+                if (R > 1) __builtin_prefetch((const char *)at + AHEAD, 0, 2);
+                each<M>([&](auto i) { add(acc[i][j], a[i], b); });
+            });
+        }
+    });
     each<M>([&](auto i) {
         float s[N];
         int u = 0;
         for (; u + 4 <= N; u += 4) *(vec4 *)(s + u) = sums(acc[i] + u);
         for (; u < N; u++) s[u] = sum(acc[i][u]);
         for (int j = 0; j < N; j++) {
-            for (int64_t t = k; t < size; t++)
+            for (int64_t t = end; t < size; t++)
                 s[j] = std::fma(wide(x[i * x_stride + t]), wide(w[j * size + t]), s[j]);
             if (bias) s[j] += wide(bias[j]);
             y[i * y_stride + j] = added ? y[i * y_stride + j] + s[j] : s[j];
@@ -153,8 +162,7 @@ template <typename num> struct Input {
 };
 
 // This thread's outputs of these rows times w [outputs, inputs]. Which kernel multiplies depends on
-// the shape of w alone, so a token's outputs do not depend on the rows beside it. One token takes one
-// row of weights at a time: memory is read fastest in order.
+// the shape of w alone, so a token's outputs do not depend on the rows beside it.
 template <typename num>
 static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, int64_t inputs,
                    float *y, int64_t outputs, bool added = false) {
@@ -180,7 +188,7 @@ static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, i
                     tile<M, N>(in.x + r * inputs, inputs, w + i * inputs, bias ? bias + i : bias, inputs,
                                y + r * outputs + i, outputs, added);
             };
-            by(std::integral_constant<int, M == 1 && !WIDENED<num> ? 1 : BROAD>());
+            by(std::integral_constant<int, BROAD>());
             by(std::integral_constant<int, 1>());
         });
     }

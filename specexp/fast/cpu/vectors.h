@@ -28,11 +28,13 @@ using int4 = Laned<int32_t, 16>::of;
 using ints = Laned<int32_t, 4 * LANES>::of;
 using shorts = Laned<uint16_t, 2 * LANES>::of;
 
-// f of every number below N, each a constant, so that what it indexes can be a register.
-template <typename F, int... I> static inline void each(F f, std::integer_sequence<int, I...>) {
+// f of every number below N, each a constant, so that what it indexes can be a register; inlined
+// early, or compilers keep arrays of registers in memory beside.
+#define INLINED __attribute__((always_inline)) static inline
+template <typename F, int... I> INLINED void each(F f, std::integer_sequence<int, I...>) {
     (f(std::integral_constant<int, I>()), ...);
 }
-template <int N, typename F> static inline void each(F f) {
+template <int N, typename F> INLINED void each(F f) {
     each(f, std::make_integer_sequence<int, N>());
 }
 
