@@ -30,7 +30,7 @@ def examine() -> bool:
     root = results.root()
     there = next(path for path in (root, *root.parents) if path.exists())
     zoo = ", ".join(m.name for m in shelf.models())
-    in_torch = f"float64, and {', '.join(ops.in_torch(device))}"
+    in_torch = ", ".join(["float64", *ops.in_torch(device)])
     facts = Table(box=None, show_header=False)
     for name, fact in {
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",

@@ -1,6 +1,7 @@
 """`specexp doctor` says what is missing."""
 
 import re
+from types import SimpleNamespace
 
 from specexp.commands import doctor
 
@@ -23,3 +24,12 @@ def test_doctor_says_that_without_kernels_everything_runs_in_torch(monkeypatch, 
     monkeypatch.setattr(doctor, "speeds", lambda device: "")
     doctor.examine()
     assert re.search(r"in torch +everything *\n", capsys.readouterr().out)
+
+
+def test_doctor_names_float64_alone_where_all_else_has_kernels(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "speeds", lambda device: "")
+    home = SimpleNamespace(state=lambda: "compiled")
+    monkeypatch.setattr(doctor.ops, "home", lambda device: home)
+    monkeypatch.setattr(doctor.ops, "in_torch", lambda device: [])
+    doctor.examine()
+    assert re.search(r"in torch +float64 *\n", capsys.readouterr().out)
