@@ -223,6 +223,7 @@ def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
     """
     facts = {"run_key": key, "attempt": attempt.name, "ended": now_ms(), **tags}
     (attempt / TAGS).write_text(json.dumps(facts))
+    (attempt / MANIFEST).unlink(missing_ok=True)  # a notebook's own file of this name
     digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files_in(attempt)}
     (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
     return _settle(attempt, folder("results") / key)

@@ -142,7 +142,7 @@ def test_marks_of_a_notebook_are_not_the_runners(store, written, monkeypatch, x)
     real, cut = local.execute, runs.client().__class__
 
     def vandal(point, attempt, *rest):
-        for name in ("published", ".published", ".label.json"):
+        for name in ("published", ".published", ".label.json", "manifest.json"):
             (attempt / name).write_text(json.dumps({"experiment": "false", "tags": {}}))
         try:
             real(point, attempt, *rest)
