@@ -162,7 +162,8 @@ def target_of(target: Any, tokenizer: Any) -> Facts:
     named = isinstance(target, str)
     config = (read_config(locate(target)) if named else target.config).get_text_config()
     if not hasattr(tokenizer, "get_vocab"):
-        raise UserError(f"tokenizer is a {type(tokenizer).__name__}: give a transformers tokenizer")
+        kind = type(tokenizer).__name__
+        raise UserError(f"tokenizer is of type {kind}: give a transformers tokenizer")
     V = max(tokenizer.get_vocab().values()) + 1
     all_rows(config, V, name_of(target))
     if not named and config.vocab_size > max(_PADDING * V, -(-V // 128) * 128):

@@ -163,10 +163,15 @@ def _train_draft(
         asked = prompts.Prompts(each, " about Python's standard library")
     source = f"{asked}{', in its chat' if chats else ''}"
     kept = f"{layers} of {counted(L, 'layer')}"
-    opt.say(f"{Path(target).name}: {kept}; {source}")
+    name = Path(target).name
+    opt.say(f"{name}: {kept}; {source}")
+    before = drafts.folder_of(name, layers, out) / "zoo.json"
+    if before.exists():
+        share = json.loads(before.read_text())["held_out"]["answers"]["agreement"]
+        opt.say(f"replaces {opt.relative(before.parent)} ({share:.0%} there; --out DIR keeps both)")
     asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
     folder = drafts.train(
-        pairing.engine, pairing.tokenizer, Path(target).name,
+        pairing.engine, pairing.tokenizer, name,
         pairing.encode([p.text for p in asked]), layers, minutes, out, source=source,
     )  # fmt: skip
     held = json.loads((folder / "zoo.json").read_text())["held_out"]["answers"]

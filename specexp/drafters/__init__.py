@@ -232,15 +232,15 @@ def _own(request: Request) -> Prepared:
     prepare = getattr(own, "prepare", None) or (own if inspect.isroutine(own) else None)
     if prepare is None:
         raise UserError(
-            f"{about} is a {type(own).__name__}: give a name, a specexp.Drafter (an instance or a "
-            "class), a function that returns one, or a transformers model"
+            f"{about} is of type {type(own).__name__}: give a name, a specexp.Drafter (an instance "
+            "or a class), a function that returns one, or a transformers model"
         )
     answer = prepare(request)
     if isinstance(answer, Drafter):
         return Prepared(lambda target: answer, draws=answer.draws)
     if not isinstance(answer, Prepared):
         raise UserError(
-            f"{about} returned a {type(answer).__name__}: return a specexp.Drafter, or "
-            "specexp.drafters.Prepared"
+            f"{about} returned something of type {type(answer).__name__}: return a "
+            "specexp.Drafter, or specexp.drafters.Prepared"
         )
     return answer

@@ -98,7 +98,7 @@ def causal_config(module: Any, about: str) -> Any:
         module, "get_output_embeddings"
     ):
         raise UserError(
-            f"{about} is a {type(module).__name__}: give a transformers causal LM, such as "
+            f"{about} is of type {type(module).__name__}: give a transformers causal LM, such as "
             "AutoModelForCausalLM.from_pretrained(...)"
         )
     return module.config.get_text_config()

@@ -297,8 +297,8 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 def warn(name: str, net: object, why: str) -> None:
     """Log why a module is run by `net` and by nothing faster, if there is a reason."""
     if why:
-        how = "in torch's operations, uncompiled" if net else "as it is, unfused"
-        log.warning("%s is run %s, because %s", name, how, why)
+        how = "in torch's operations, uncompiled" if net else "unfused"
+        log.warning("%s: run %s, because %s", name, how, why)
 
 
 @torch.inference_mode()

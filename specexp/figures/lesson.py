@@ -60,7 +60,7 @@ def by_hand(table: pd.DataFrame) -> Figure:
 
 
 def _short(p: float) -> str:
-    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}"
+    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}" if p else "below 1e-300"
 
 
 def _label(text: str) -> str:

@@ -5,6 +5,7 @@ turn, meet the same drift, so their ratios are reproducible where their seconds 
 every interval is the turn.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,9 @@ def median_s(turns: Sequence[Turn]) -> float:
 
 def ratio(above: Sequence[Turn], below: Sequence[Turn], factor: float = 1.0) -> Interval:
     """`factor` times the median seconds of one arm over another's, turns paired. Medians, because
-    in a sum of millisecond passes one disturbed turn would outweigh all others."""
-    return statistics.interval(
-        lambda a, b: factor * np.median(a, -1) / np.median(b, -1), seconds(above), seconds(below)
+    in a sum of millisecond passes one disturbed turn would outweigh all others; the interval is of
+    its logarithm, for a ratio is never negative."""
+    log = statistics.interval(
+        lambda a, b: np.log(np.median(a, -1) / np.median(b, -1)), seconds(above), seconds(below)
     )
+    return Interval(*(factor * math.exp(end) for end in log[:3]), log.doubt)

@@ -128,6 +128,11 @@ def written(engine: Engine, prompts: Sequence[list[int]], seconds: float, file: 
     return [text.numpy() for text in state["documents"]]
 
 
+def folder_of(name: str, layers: int, out: Path | None = None) -> Path:
+    """Where a draft of so many layers of the model `name` is written."""
+    return (out or shelf.store() / "zoo" / "drafts") / f"{name}-draft-{layers}"
+
+
 def train(
     engine: Engine, tokenizer: Any, name: str, prompts: Sequence[list[int]], layers: int,
     minutes: float, out: Path | None = None, work: Path | None = None, source: str = "",
@@ -160,7 +165,7 @@ def train(
     figures = {"answers": agreement(target, draft, held)}
     answers = {"source": source, "answered": len(documents),
                "temperature": engine.sampling.temperature}  # fmt: skip
-    folder = (out or work / "drafts") / f"{name}-draft-{layers}"
+    folder = folder_of(name, layers, out or work / "drafts")
     facts = {
         "name": folder.name, "role": "draft", "target": name,
         "about": f"{counted(layers, 'layer')} of {name}, taught on its own answers.",

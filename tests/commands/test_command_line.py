@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -500,6 +501,18 @@ def test_zoo_train_rejects_options_that_do_not_go_together(run, options, said):
     code, _, err = run("zoo", "train", *options)
     assert code == 2
     assert said in " ".join(err.split())
+
+
+def test_trained_draft_says_what_it_replaces(run, tiny_folders, tmp_path, monkeypatch):
+    made = tmp_path / f"{Path(tiny_folders[0]).name}-draft-1"
+    made.mkdir()
+    (made / "zoo.json").write_text('{"held_out": {"answers": {"agreement": 0.29}}}')
+    (tmp_path / "asked.txt").write_text("def mean\n")
+    monkeypatch.setattr("specexp.zoo.drafts.train", lambda *_, **__: made)
+    asked = ("--text", str(tmp_path / "asked.txt"), "--out", str(tmp_path), "--layers", "1")
+    code, out, err = run("zoo", "train", "--draft", "--target", tiny_folders[0], *asked)
+    assert code == 0, err
+    assert "(29% there; --out DIR keeps both)" in " ".join(out.split())
 
 
 def test_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):

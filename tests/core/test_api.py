@@ -415,11 +415,14 @@ class Bare(Alternate):
     [
         ({"drafter": NoPropose}, "drafter NoPropose has no propose(self, seqs, tree, rng)"),
         ({"drafter": Reject}, "drafter Reject is a class that is no drafter: subclass specexp.Dra"),
-        ({"drafter": 7}, "drafter int is a int: give a name, a specexp.Drafter"),
-        ({"drafter": lambda request: 7}, "drafter <lambda> returned a int: return a specexp.Draft"),
+        ({"drafter": 7}, "drafter int is of type int: give a name, a specexp.Drafter"),
+        (
+            {"drafter": lambda request: 7},
+            "drafter <lambda> returned something of type int: return a s",
+        ),
         ({"drafter": "nowhere.mine:Echo"}, "there is no module nowhere.mine, neither installed"),
         ({"drafter": "support.own:Ecko"}, "module support.own has no Ecko"),
-        ({"drafter": torch.nn.Linear(2, 2)}, "draft model Linear is a Linear: give a transformers"),
+        ({"drafter": torch.nn.Linear(2, 2)}, "draft model Linear is of type Linear: give a trans"),
         (
             {"rule": object()},
             "rule object has no name, lossy, wants_q, samples, chains_only",
@@ -430,7 +433,7 @@ class Bare(Alternate):
         ({"policy": Wide(3)}, "policy Wide chose a tree with room 10, more than its `widest` of 4"),
         ({"policy": Bare(3)}, "policy Bare chose a Tree: return Plan(tree)"),
         ({"policy": "alwys:3"}, "policy 'alwys:3' is unknown"),
-        ({"tokenizer": 3}, "tokenizer is a int: give a transformers tokenizer"),
+        ({"tokenizer": 3}, "tokenizer is of type int: give a transformers tokenizer"),
         ({"tokenizer": None}, "target LlamaForCausalLM is in memory: give its tokenizer too"),
         ({"dtype": "bfloat16"}, "is in float32, not bfloat16: convert it with .to(torch.bfloat16)"),
         ({"drafter": "model"}, "the zoo has nothing for LlamaForCausalLM, a target in memory"),

@@ -226,7 +226,7 @@ def test_network_that_differs_is_unfused_and_logged(spoil, said, caplog):
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(of_module(net, "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
-    assert line.startswith("mine is run as it is, unfused, because ")
+    assert line.startswith("mine: run unfused, because ")
     assert said in line
 
 
@@ -241,7 +241,7 @@ def test_network_that_raises_is_unfused_and_logged(part, caplog, monkeypatch):
         assert isinstance(of_module(made("llama"), "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
     why = "it fails with ValueError: no such stride"
-    assert line == f"mine is run as it is, unfused, because {why}"
+    assert line == f"mine: run unfused, because {why}"
 
 
 @pytest.mark.compiler
@@ -257,7 +257,7 @@ def test_faulty_compiled_pass_falls_back_to_fused(fault, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(of_module(made("llama", torch.float32), "mine").net, Fused)
     [line] = [r.getMessage() for r in caplog.records]
-    assert line.startswith("mine is run in torch's operations, uncompiled, because it")
+    assert line.startswith("mine: run in torch's operations, uncompiled, because it")
     assert {"raises": "no such stride", "differs": "differ by 5.0e-01"}[fault] in line
 
 

@@ -1,5 +1,6 @@
 """Arms take turns, and only the turns are timed."""
 
+import pytest
 import torch
 
 from specexp.measure import interleave
@@ -31,7 +32,13 @@ def test_arms_alternate_in_reversed_order(now):
     assert [name for name, _ in called[2:]] == ["b", "a", "a", "b", "b", "a"]
     assert [turn.result for turn in turns["a"]] == ["a1", "a2", "a3"]
     assert interleave.seconds(turns["a"]) == [2, 2, 2]
-    assert interleave.ratio(turns["a"], turns["b"], 3)[:3] == (6, 6, 6)
+    assert interleave.ratio(turns["a"], turns["b"], 3)[:3] == pytest.approx((6, 6, 6))
+
+
+def test_interval_of_a_ratio_is_never_negative():
+    one, other = ([interleave.Turn(s, None) for s in seconds] for seconds in ((1, 9), (4, 2)))
+    found = interleave.ratio(one, other)
+    assert 0 < found.low < found.value < found.high
 
 
 def test_lead_calls_are_not_timed(now):
