@@ -52,7 +52,7 @@ static inline void add(vec &sums, vec a, vec b) { sums += a * b; }
 template <typename num, int M>
 constexpr int ABREAST = STEP<num> * sizeof(num) < sizeof(vec) ? BROAD
                         : STEP<num> == LANES                  ? (M == 1 ? 1 : BROAD)
-                                                              : (M <= 2 ? 1 : 2);
+                                                              : (M <= 4 ? 1 : 2);
 
 template <typename num> struct Layer {
     const num *before, *after, *q_norm, *k_norm;          // the last two or null
@@ -96,8 +96,8 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
 }
 
 // Dot products y [M, N] of M rows of x and N rows of w, each `size` long, set or added. Weights are
-// prefetched into the second-level cache, for the first one holds x; where one row is read after the
-// other, the processor prefetches better by itself.
+// prefetched into the second-level cache, for the first one holds x; the processor does that better
+// by itself for one or two tokens that read one row after the other.
 template <int M, int N, typename num>
 static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
                         int64_t size, float *y, int64_t y_stride, bool added) {
@@ -116,7 +116,7 @@ static inline void tile(const num *x, int64_t x_stride, const num *w, const num 
                 constexpr int j = g * R + r;
                 const num *at = w + j * size + k;
                 const auto b = some(at);
-                if (R > 1) __builtin_prefetch((const char *)at + AHEAD, 0, 2);
+                if (R > 1 || M > 2) __builtin_prefetch((const char *)at + AHEAD, 0, 2);
                 each<M>([&](auto i) { add(acc[i][j], a[i], b); });
             });
         }
