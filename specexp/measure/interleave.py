@@ -107,4 +107,5 @@ def ratio(above: Sequence[Turn], below: Sequence[Turn], factor: float = 1.0) -> 
     log = statistics.interval(
         lambda a, b: np.log(np.median(a, -1) / np.median(b, -1)), seconds(above), seconds(below)
     )
-    return Interval(*(factor * math.exp(end) for end in log[:3]), log.doubt)
+    value, low, high = (factor * math.exp(end) for end in log[:3])
+    return Interval(value, low, high, log.doubt)

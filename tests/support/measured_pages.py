@@ -81,19 +81,18 @@ def results() -> str:
 
 
 def real() -> str:
-    """A pretrained model: the speedup of each drafter that needs no training; in 16 bits the best."""
-    (full, each), (half, (best, *_)) = (
-        (file["plain_tok_s"], [
+    """A pretrained model: the speedup of drafters that need no training; in 16 bits, the best."""
+    each, (best, *_) = (
+        [
             f"`{run['drafter']}` {run['speedup/measured']:.2f}x "
             f"[{run['speedup/ci_low']:.2f}, {run['speedup/ci_high']:.2f}]"
-            for run in sorted(file["runs"], key=lambda run: -run["speedup/measured"])
-        ])
-        for file in (load("real"), load("real_bfloat16"))
-    )  # fmt: skip
+            for run in sorted(load(name)["runs"], key=lambda run: -run["speedup/measured"])
+        ]
+        for name in ("real", "real16")
+    )
     return (
-        "[A pretrained 135M instruct model](data/measurements/real.json) in its chat "
-        f"(`make demo REAL=1`; {full:.0f} tokens/s plain on one thread): {', '.join(each)}; "
-        f"[in bfloat16](data/measurements/real_bfloat16.json) ({half:.0f} plain) {best}."
+        "[SmolLM2-135M](data/measurements/real.json) in chat (`make demo REAL=1`): "
+        f"{', '.join(each)}; [16 bit](data/measurements/real16.json) {best}."
     )
 
 
@@ -104,11 +103,11 @@ def under_load() -> str:
     lost = 1 - one[one < 1]
     aware = loops[loops["policy"] == "goodput"]
     return (
-        "Under load the draft model's gain turns into a loss: on "
+        "Under load a gain becomes a loss: on "
         f"{file['device'].partition(' with ')[0]} one draft token costs {lost.min():.0%} to "
         f"{lost.max():.0%} with {lost.index.min()} to {lost.index.max()} "
-        "streams ([all](data/measurements/load_aware.json)). The load-aware policy (then by row) "
-        f"stayed within {aware['regret'].max():.1%} of the best. ".replace("%", " %")
+        "streams ([all](data/measurements/load_aware.json)). The load-aware policy "
+        f"is within {aware['regret'].max():.1%} of the best. ".replace("%", " %")
     )
 
 
@@ -170,10 +169,10 @@ def gpu() -> str:
     return (
         f"On the H100 (bfloat16, random weights, {judged['gamma']} draft tokens, "
         f"{speedup['from_passes']:.2f}x predicted) a token takes {one['ms']:.1f} ms, "
-        f"{one['of_copy']['value']:.0%} of a copy's bandwidth; the pair is "
+        f"{one['of_copy']['value']:.0%} of a copy's speed; the pair is "
         f"{assisted['value']:.1f}x [{assisted['low']:.1f}, {assisted['high']:.1f}] transformers' "
-        f"assisted generation, and {loss[loss.index.max()]:.2f}x plain decoding in a "
-        f"batch of {loss.index.max()}. "
+        f"assisted generation, {loss[loss.index.max()]:.2f}x plain in a batch of "
+        f"{loss.index.max()}. "
     ).replace("%", " %")
 
 
