@@ -13,17 +13,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from specexp.errors import counted
-from specexp.figures.style import (
-    DOUBTFUL,
-    INK,
-    PLAIN,
-    PREDICTED,
-    batch_axis,
-    key,
-    log_axis,
-    panels,
-    title,
-)
+from specexp.figures import style
 from specexp.measure.break_even import break_even_alpha, break_even_batches
 from specexp.measure.summaries import pooled
 from specexp.serving.cost_table import Costs, Fit
@@ -36,25 +26,25 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
     fit = costs.fit()
     knee = fit.knee(context)
     n, seconds = _passes(costs, context)
-    with panels(2, 5.25, 4.6) as (figure, (left, right)):
+    with style.panels(2, 5.25, 4.6) as (figure, (left, right)):
         palette = sns.color_palette("crest", len(costs.batches))
         for batch, colour, x, y in zip(costs.batches, palette, n, seconds, strict=True):
             left.plot(x, y * 1e3, "o-", color=colour, markersize=5, label=f"batch {batch}")
             right.plot(x, _gflops(costs, x, y), "o-", color=colour, markersize=5)
         line = np.geomspace(1, n.max(), 200)
-        left.plot(line, [1e3 * fit.pass_s(1, x, context) for x in line], "--", color=PREDICTED,
-                  label="floor + slope")  # fmt: skip
+        left.plot(line, [1e3 * fit.pass_s(1, x, context) for x in line], "--",
+                  color=style.PREDICTED, label="floor + slope")  # fmt: skip
         left.set(ylabel=f"ms a pass and rule, {context:g} slots")
         left.set_title(in_words(fit, context))
         _roofs(right, costs, n, seconds)
         for axes in (left, right):
-            log_axis(axes)
+            style.log_axis(axes)
             if knee <= n.max():
-                axes.axvline(max(1, knee), color=PREDICTED, lw=1, ls=":")
-            batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
+                axes.axvline(max(1, knee), color=style.PREDICTED, lw=1, ls=":")
+            style.batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
             axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
-        key(figure, left)
-        title(figure,
+        style.key(figure, left)
+        style.title(figure,
               f"{costs.about['target']}{doubt(costs)}: {floor_ends(costs, context)} "
               f"({costs.about['device']}, {costs.about['dtype']})",
               bare="lower quartiles of repeated passes"
@@ -79,19 +69,19 @@ def floor_ends(costs: Costs, context: float) -> str:
 def doubt(costs: Costs) -> str:
     """A warning for titles if the costs of passes follow no floor and slope."""
     r2 = costs.fit().r2
-    return "" if r2 > DOUBTFUL else f" (doubtful costs, R² {r2:.2f}: was the machine busy?)"
+    return "" if r2 > style.DOUBTFUL else f" (doubtful costs, R² {r2:.2f}: was the machine busy?)"
 
 
 def _roofs(axes: Axes, costs: Costs, n: np.ndarray, seconds: np.ndarray) -> None:
     most = _gflops(costs, n, seconds).max()
     slope = _gflops(costs, 1, seconds.min())
     x = np.array([1, most / slope, max(n.max(), most / slope)])
-    axes.plot(x, np.minimum(slope * x, most), "-", color=PLAIN, lw=2, zorder=0)
+    axes.plot(x, np.minimum(slope * x, most), "-", color=style.PLAIN, lw=2, zorder=0)
     axes.set(ylabel="GFLOP/s (2 a weight and token)")
     axes.set_ylim(slope / 2, most * 2)
     bandwidth = costs.about["weight_bytes"] / seconds.min() / 1e9
-    axes.text(1, most * 1.1, f"at most {most:.0f} GFLOP/s", color=INK, va="bottom")
-    axes.text(0.98, 0.03, f"on the slope {bandwidth:.0f} GB/s of weights, at most", color=INK,
+    axes.text(1, most * 1.1, f"at most {most:.0f} GFLOP/s", color=style.INK, va="bottom")
+    axes.text(0.98, 0.03, f"on the slope {bandwidth:.0f} GB/s of weights, at most", color=style.INK,
               ha="right", transform=axes.transAxes)  # fmt: skip
     axes.set_title("Achieved, and the roofs that these passes reach")
 
@@ -136,8 +126,8 @@ def speedup_map(
             axes.errorbar(at, rows, xerr=np.clip([at - low, high - at], 0, None), fmt="k|",
                           markersize=12, markeredgewidth=2, capsize=4, clip_on=False,
                           label="break-even batch, with its interval; [measured]")  # fmt: skip
-        key(figure, every[-1])
-        title(figure, paying(costs, samples, contexts[0]))
+        style.key(figure, every[-1])
+        style.title(figure, paying(costs, samples, contexts[0]))
     return figure
 
 
@@ -176,7 +166,7 @@ def alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
         alphas = [break_even_alpha(costs, b, 1, contexts[0]) for b in costs.batches]
         cheap, dear = min(alphas), alphas[-1]
         until = f"from {dear:.2f}" if dear < 1 else "never"
-        title(figure,
+        style.title(figure,
               f"{costs.about['drafter']}{doubt(costs)}: one draft token pays from acceptance "
               f"probability {cheap:.2f} at batch {costs.batches[alphas.index(cheap)]}, and at "
               f"batch {costs.batches[-1]} {until}"
@@ -188,7 +178,7 @@ def alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
 def _maps(costs: Costs, contexts: Sequence[int]) -> Iterator[tuple[Figure, list[Axes]]]:
     """A panel a context, batches across and draft lengths up."""
     size = 0.8 + 0.75 * len(costs.batches), 2 + 0.6 * len(costs.gammas)
-    with panels(len(contexts), *size, sharey=True) as (figure, every):
+    with style.panels(len(contexts), *size, sharey=True) as (figure, every):
         for axes, context in zip(every, contexts, strict=True):
             axes.grid(False)
             axes.set_xticks(range(len(costs.batches)), [str(b) for b in costs.batches])

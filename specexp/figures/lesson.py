@@ -10,20 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
+from specexp.figures import style
 from specexp.figures.pairings import crossing, gamma_panel, speedup_panel
-from specexp.figures.style import (
-    PLAIN,
-    PREDICTED,
-    SPECULATIVE,
-    batch_axis,
-    canvas,
-    key,
-    marks,
-    panels,
-    points,
-    times,
-    title,
-)
 from specexp.figures.tokens import COLOURS, HATCHED, symbols
 from specexp.measure.lesson import LEAST, fit
 from specexp.measure.summaries import busy, odd, rounds_s, step_s
@@ -35,7 +23,7 @@ def by_hand(table: pd.DataFrame) -> Figure:
     lines, columns = table["round"].nunique(), int(table["at"].max())
     table = table.assign(token=table["token"].map(_label))
     width = max(1.9, table["token"].str.len().max() * 0.13)
-    with canvas(width * columns + 1.1, lines + 0.8) as (figure, axes):
+    with style.canvas(width * columns + 1.1, lines + 0.8) as (figure, axes):
         axes.set(xlim=(0.5, columns + 0.5), ylim=(lines + 0.5, 0.5))
         for _, row in table.iterrows():
             x, y = row["at"], row["round"]
@@ -54,7 +42,7 @@ def by_hand(table: pd.DataFrame) -> Figure:
         axes.grid(False)
         accepted = int((table["outcome"] == "accepted").sum())
         tokens = accepted + int(table["outcome"].isin(["corrected", "bonus"]).sum())
-        title(figure, f"{accepted} of {int(table['q'].notna().sum())} draft tokens accepted: "
+        style.title(figure, f"{accepted} of {int(table['q'].notna().sum())} draft tokens accepted: "
                       f"{tokens} tokens in {lines} target passes")  # fmt: skip
     return figure
 
@@ -72,7 +60,7 @@ def _label(text: str) -> str:
 def overlap_bars(table: pd.DataFrame) -> Figure:
     """q and p side by side, divided into what they share and what they do not; from `overlap`."""
     x, alpha = np.arange(len(table)), table["shared"].sum()
-    with canvas(10, 4.4) as (figure, axes):
+    with style.canvas(10, 4.4) as (figure, axes):
         for dx, extra, name, label in (
             (-0.2, "excess", "rejected", "(q − p)+: drafted and rejected"),
             (0.2, "residual", "corrected", "(p − q)+: the residual, for corrections"),
@@ -85,9 +73,10 @@ def overlap_bars(table: pd.DataFrame) -> Figure:
                 axes.text(at + dx, height, "q" if dx < 0 else "p", ha="center", va="bottom")
         _tokens(axes, table)
         axes.set(ylabel="probability of the next token")
-        key(figure, axes)
-        title(figure, f"A draft token is accepted with probability Σ min(p, q) = {alpha:.0%}; "
-                       f"the residual sums to the other {1 - alpha:.0%}")  # fmt: skip
+        style.key(figure, axes)
+        style.title(figure, f"A draft token is accepted with probability Σ min(p, q) = "
+                            f"{alpha:.0%}; the residual sums to the other {1 - alpha:.0%}"
+        )  # fmt: skip
     return figure
 
 
@@ -104,26 +93,26 @@ def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figu
     """Frequencies of draft tokens and of emitted tokens against p [V]; from `first_tokens` and
     `overlap`."""
     n, x = len(draws), np.arange(len(table))
-    with canvas(10, 4.4) as (figure, axes):
-        axes.bar(x, table["p"], 0.7, color=PLAIN, alpha=0.5, label="p: the target alone")
-        for dx, column, style, colour, label in (
+    with style.canvas(10, 4.4) as (figure, axes):
+        axes.bar(x, table["p"], 0.7, color=style.PLAIN, alpha=0.5, label="p: the target alone")
+        for dx, column, marker, colour, label in (
             (-0.15, "drafted", "x", COLOURS["rejected"], "the draft tokens"),
-            (0.15, "emitted", "o", SPECULATIVE, "the tokens emitted"),
+            (0.15, "emitted", "o", style.SPECULATIVE, "the tokens emitted"),
         ):
             counts = [int((draws[column] == token).sum()) for token in table["id"]]
             counts[-1] = n - sum(counts)
             intervals = [binomtest(k, n).proportion_ci(method="wilson") for k in counts]
             share = np.array(counts) / n
             error = [share - [e.low for e in intervals], [e.high for e in intervals] - share]
-            axes.errorbar(x + dx, share, np.maximum(error, 0), fmt=style, color=colour, capsize=3,
-                          label=label)  # fmt: skip
+            axes.errorbar(x + dx, share, np.maximum(error, 0), fmt=marker, color=colour,
+                          capsize=3, label=label)  # fmt: skip
         _tokens(axes, table)
         axes.set(ylabel=f"share of {n:,} first tokens")
-        key(figure, axes)
+        style.key(figure, axes)
         ours, theirs = fit(draws["emitted"], p), fit(draws["drafted"], p)
         emitted = "follow" if ours > LEAST else "do NOT follow"
         drafted = "do too" if theirs > LEAST else "do not"
-        title(figure, f"The tokens emitted {emitted} p; the draft tokens {drafted} "
+        style.title(figure, f"The tokens emitted {emitted} p; the draft tokens {drafted} "
                        f"(p-values {_short(ours)} and {_short(theirs)})")  # fmt: skip
     return figure
 
@@ -132,25 +121,26 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
     """Left: a pass over n tokens, from `passes`. Right: drafting, from `one_pairing.pass_costs`."""
     drafts, last = costs[costs["gamma"] > 0], passes.iloc[-1]
     drafting = drafts["draft_s"] / step_s(costs)
-    with panels(2, 5.25, 4.2) as (figure, (left, right)):
+    with style.panels(2, 5.25, 4.2) as (figure, (left, right)):
         _curve(left, passes)
-        left.plot(passes["tokens"], passes["tokens"], ":", color=PLAIN,
+        left.plot(passes["tokens"], passes["tokens"], ":", color=style.PLAIN,
                   label="as many passes of one token")  # fmt: skip
-        key(figure, left)
-        right.plot(drafts["gamma"], drafting, "o-", color=PREDICTED)
+        style.key(figure, left)
+        right.plot(drafts["gamma"], drafting, "o-", color=style.PREDICTED)
         right.set(xlabel="draft length γ", ylabel="plain steps", ylim=(0, None))
         right.set_xticks(drafts["gamma"])
         each = drafting.sum() / drafts["gamma"].sum()
-        title(figure, f"A pass over {last['tokens']:.0f} tokens takes {times(last, 'times')} the "
-                      f"time of one; a draft token costs {each:.2f} plain steps"
-                      + odd(passes["times"]),
-              bare="drafting (right), medians of repeats")  # fmt: skip
+        style.title(figure, f"A pass over {last['tokens']:.0f} tokens takes "
+                            f"{style.times(last, 'times')} the time of one; a draft token costs "
+                            f"{each:.2f} plain steps" + odd(passes["times"]),
+                    bare="drafting (right), medians of repeats")  # fmt: skip
     return figure
 
 
 def _curve(axes: Axes, passes: pd.DataFrame) -> None:
-    points(axes, passes, "tokens", "times", color=SPECULATIVE, marker="o", label="one pass")
-    batch_axis(axes, passes["tokens"])
+    look = {"color": style.SPECULATIVE, "marker": "o"}
+    style.points(axes, passes, "tokens", "times", label="one pass", **look)
+    style.batch_axis(axes, passes["tokens"])
     axes.set(xlabel="tokens in the pass", ylabel="time, pass over one token = 1")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
@@ -161,19 +151,19 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
     speedup. From `one_pairing.pass_costs`, `summaries.predicted` and
     `summaries.speedups(by="gamma")`."""
     pays = predicted.loc[predicted["speedup"] > 1, "gamma"]
-    with panels(2, 5.25, 4.2) as (figure, (left, right)):
+    with style.panels(2, 5.25, 4.2) as (figure, (left, right)):
         left.plot(predicted["gamma"], predicted["tokens"], "o-", color=COLOURS["accepted"],
                   label="tokens a round")  # fmt: skip
         left.plot(costs["gamma"], rounds_s(costs) / step_s(costs), "s-",
                   color=COLOURS["rejected"], label="cost of a round in plain steps")  # fmt: skip
-        title(figure, gamma_panel(right, measured, predicted),
+        style.title(figure, gamma_panel(right, measured, predicted),
               bare="predictions and medians of round costs (left)")  # fmt: skip
         left.set(xlabel="draft length γ", xticks=predicted["gamma"],
                  ylabel="tokens, or plain steps", ylim=(0, None))  # fmt: skip
         left.legend()
         tried = f"γ = {', '.join(map(str, pays))}" if len(pays) else "no γ tried"
         left.set_title(f"Predicted to pay at {tried}")
-        key(figure, right)
+        style.key(figure, right)
     return figure
 
 
@@ -181,22 +171,22 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
     """Left: how far gamma draft tokens move a batch along the curve of `passes`; batches that would
     end beyond it are left out. Right: `summaries.speedups(by="batch")`."""
     batches = [int(b) for b in by_batch["batch"] if b * (gamma + 1) <= passes["tokens"].max()]
-    with panels(2, 5.25, 4.2) as (figure, (left, right)):
+    with style.panels(2, 5.25, 4.2) as (figure, (left, right)):
         _curve(left, passes)
         for batch in batches:
             tokens = [batch, batch * (gamma + 1)]
             start, end = np.interp(tokens, passes["tokens"], passes["times"])
-            left.plot(tokens, [start, start], ":", color=PREDICTED)
-            left.annotate("", (tokens[1], end), (tokens[1], start),
-                          arrowprops={"arrowstyle": "->", "color": PREDICTED, "lw": 2})  # fmt: skip
+            left.plot(tokens, [start, start], ":", color=style.PREDICTED)
+            arrow = {"arrowstyle": "->", "color": style.PREDICTED, "lw": 2}
+            left.annotate("", (tokens[1], end), (tokens[1], start), arrowprops=arrow)
             left.text(tokens[1], end, f"batch {batch}: {end / start:.1f}x  ", ha="right",
                       va="bottom", bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 1}
             )  # fmt: skip
         left.set_ylim(top=1.4 * passes["times"].max())
         left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
         speedup_panel(right, by_batch, "batch")
-        batch_axis(right, by_batch["batch"])
-        title(figure, crossing(by_batch) + busy(by_batch))
+        style.batch_axis(right, by_batch["batch"])
+        style.title(figure, crossing(by_batch) + busy(by_batch))
     return figure
 
 
@@ -211,21 +201,21 @@ def pays(
         for a in alphas
         for b in batches
     }
-    looks = list(marks(["lowest α", "middle α", "highest α"]).values())
-    with panels(len(batches), 5.25, 3.4, sharey=True) as (figure, every):
+    looks = list(style.marks(["lowest α", "middle α", "highest α"]).values())
+    with style.panels(len(batches), 5.25, 3.4, sharey=True) as (figure, every):
         for axes, batch in zip(every, batches, strict=True):
-            axes.axhline(1, color=PLAIN, lw=1.5)
+            axes.axhline(1, color=style.PLAIN, lw=1.5)
             for alpha, look in zip(alphas, looks, strict=False):
                 axes.plot(gammas, values[alpha, batch], label=f"α = {alpha:g}", **look)
             axes.set(xlabel="draft length γ", xticks=gammas, ylim=(0, 2.5), title=f"batch {batch}")
         figure.supylabel("predicted speedup")
-        key(figure, every[0])
+        style.key(figure, every[0])
         most = max(alphas)
         pay = [str(b) for b in batches if max(values[most, b]) > 1]
         best = max(max(values[most, b]) for b in batches)
         where = f"at batch {', '.join(pay)}, {best:.2f}x at most" if pay else "at none of these"
         about = f"{costs.about['target']} with {costs.about['drafter']}, {costs.about['device']}"
-        title(figure, f"With acceptance probability {most:g} a draft pays {where}", about)
+        style.title(figure, f"With acceptance probability {most:g} a draft pays {where}", about)
     return figure
 
 

@@ -15,42 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from specexp.figures.style import (
-    COLOURS,
-    FEW,
-    HATCHES,
-    INK,
-    PLAIN,
-    PREDICTED,
-    SPECULATIVE,
-    WIDEST,
-    batch_axis,
-    canvas,
-    ends,
-    key,
-    log_axis,
-    marks,
-    panels,
-    per_cent,
-    points,
-    share,
-    times,
-    title,
-)
-from specexp.measure import statistics
+from specexp.figures import style
+from specexp.measure import statistics, summaries
 from specexp.measure.prompts import NAMES
-from specexp.measure.summaries import (
-    busy,
-    fastest,
-    gains,
-    leads,
-    length,
-    odd,
-    positions,
-    step_s,
-    units,
-    verdict,
-)
 
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
@@ -59,7 +26,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
     """Acceptance rate by pairing and category as a heat map, with the interval and the number n of
     prompts in each cell; samples from `one_pairing.acceptance`. Hatched: too few prompts."""
     rates = _rates(samples, "category")
-    few = rates["high"] - rates["low"] > FEW
+    few = rates["high"] - rates["low"] > style.FEW
     between = "[" + (100 * rates[["low", "high"]]).round().astype(int).astype(str).agg(
         ", ".join, axis=1) + "]\n"  # fmt: skip
     rates["note"] = between.mask(few, "") + "n = " + rates["n"].astype(str)
@@ -85,7 +52,7 @@ def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     number n of prompts."""
     return pd.DataFrame(
         {"pairing": pairing, by: key, "n": part["question_id"].nunique()}
-        | statistics.share(*units(part, "accepted", "drafted"))._asdict()
+        | statistics.share(*summaries.units(part, "accepted", "drafted"))._asdict()
         for (pairing, key), part in samples.groupby(["pairing", by], sort=False)
     )
 
@@ -102,11 +69,11 @@ def heat(
     texts = rates.map(lambda share: "" if pd.isna(share) else f"{share:.0%}")
     if notes is not None:
         texts = texts + "\n" + notes.reindex_like(rates).fillna("")
-    wide = min(WIDEST, max(6.0, 2.5 + 1.3 * len(order)))  # so that titles have room
+    wide = min(style.WIDEST, max(6.0, 2.5 + 1.3 * len(order)))  # so that titles have room
     across = [fill(str(c), max(6, int(10 * (wide - 2.5) / len(order)))) for c in order]
     up = [fill(str(name), 28) for name in rates.index]
     lines = max(text.count("\n") for text in [*up, *texts.to_numpy().flat])
-    with canvas(wide, 1.4 + (0.55 + 0.2 * lines) * len(rates)) as (figure, axes):
+    with style.canvas(wide, 1.4 + (0.55 + 0.2 * lines) * len(rates)) as (figure, axes):
         sns.heatmap(rates, annot=texts, fmt="", vmin=0, vmax=1, cmap="crest", ax=axes, cbar=False,
                     annot_kws={"fontsize": 10}, linewidths=1, xticklabels=across,
                     yticklabels=up)  # fmt: skip
@@ -118,31 +85,32 @@ def heat(
             axes.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="//", lw=0, alpha=0.25))
         axes.set(xlabel="", ylabel="")
         axes.tick_params(rotation=0)
-        title(figure, finding, bare=bare)
+        style.title(figure, finding, bare=bare)
     return figure
 
 
 def by_position(samples: pd.DataFrame) -> Figure:
     """Acceptance by position in the draft, one line a pairing. Left: P(at least i tokens accepted);
     right: P(token i accepted | token i - 1 was)."""
-    looks = marks(dict.fromkeys(samples["pairing"]))
+    looks = style.marks(dict.fromkeys(samples["pairing"]))
     first, gamma = samples["pairing"].iloc[0], int(samples["gamma"].max())
     sides = {"this token and all before it": False, "this token, given the one before": True}
-    with panels(2, 5.25, 4.2, sharey=True) as (figure, both):
+    with style.panels(2, 5.25, 4.2, sharey=True) as (figure, both):
         for axes, (name, given) in zip(both, sides.items(), strict=True):
             for at, (pairing, look) in enumerate(looks.items()):
-                table = positions(samples[samples["pairing"] == pairing], given)
+                table = summaries.positions(samples[samples["pairing"] == pairing], given)
                 table["position"] += 0.05 * (at - (len(looks) - 1) / 2)  # none hides another
-                points(axes, table, "position", "value", label=pairing, **look)
+                style.points(axes, table, "position", "value", label=pairing, **look)
             axes.set(title=name, xlabel="position in the draft", xticks=range(1, gamma + 1))
         both[0].set(ylabel="probability of acceptance", ylim=(0, 1.02))
-        per_cent(both[0])
-        key(figure, both[0])
+        style.per_cent(both[0])
+        style.key(figure, both[0])
         main = samples[samples["pairing"] == first]
-        last = positions(main).iloc[-1]
-        title(figure,
-              f"{first}: acceptance length {length(main)}; the first draft token is accepted "
-              f"in {share(positions(main).iloc[0])} of rounds, the last in {share(last)}"
+        reached = summaries.positions(main)
+        style.title(figure,
+              f"{first}: acceptance length {summaries.length(main)}; the first draft token is "
+              f"accepted in {style.share(reached.iloc[0])} of rounds, the last in "
+              f"{style.share(reached.iloc[-1])}"
         )  # fmt: skip
     return figure
 
@@ -152,19 +120,19 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
     `one_pairing.acceptance`."""
     rates = _rates(samples, "temperature").sort_values("temperature")
     first = samples["pairing"].iloc[0]
-    with canvas() as (figure, axes):
-        for pairing, look in marks(dict.fromkeys(samples["pairing"])).items():
+    with style.canvas() as (figure, axes):
+        for pairing, look in style.marks(dict.fromkeys(samples["pairing"])).items():
             part = rates[rates["pairing"] == pairing]
-            points(axes, part, "temperature", "value", label=pairing, **look)
+            style.points(axes, part, "temperature", "value", label=pairing, **look)
         axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02),
                  xticks=sorted(set(rates["temperature"])))  # fmt: skip
-        per_cent(axes)
-        key(figure, axes)
+        style.per_cent(axes)
+        style.key(figure, axes)
         main = rates[rates["pairing"] == first]
         cold, hot = main.iloc[0], main.iloc[-1]
-        title(figure,
-              f"{first}: acceptance rate {share(cold)} at temperature {cold['temperature']:g}, "
-              f"{share(hot)} at {hot['temperature']:g}"
+        style.title(figure,
+              f"{first}: acceptance rate {style.share(cold)} at temperature "
+              f"{cold['temperature']:g}, {style.share(hot)} at {hot['temperature']:g}"
         )  # fmt: skip
     return figure
 
@@ -173,24 +141,26 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
     """What each rule accepts more than Reject, paired by prompt, over temperature: a panel a rule,
     with the acceptance lengths at the highest; samples from `one_pairing.acceptance`."""
     each = samples.groupby("temperature")
-    table = pd.concat([gains(part, "reject").assign(temperature=t) for t, part in each])
+    table = pd.concat([summaries.gains(part, "reject").assign(temperature=t) for t, part in each])
     hottest = max(each.groups)
     hot = samples[samples["temperature"] == hottest]
     rules = list(dict.fromkeys(table["rule"]))
-    with panels(len(rules), 3.5, 3.2, sharey=True) as (figure, every):
-        for axes, (rule, look) in zip(every, marks(rules).items(), strict=True):
-            axes.axhline(0, color=PLAIN, lw=1.5)
-            points(axes, table[table["rule"] == rule], "temperature", "gain", **look)
-            axes.set_title(f"{rule}: {length(hot[hot['rule'] == rule]).value:.2f}")
+    with style.panels(len(rules), 3.5, 3.2, sharey=True) as (figure, every):
+        for axes, (rule, look) in zip(every, style.marks(rules).items(), strict=True):
+            axes.axhline(0, color=style.PLAIN, lw=1.5)
+            style.points(axes, table[table["rule"] == rule], "temperature", "gain", **look)
+            axes.set_title(f"{rule}: {summaries.length(hot[hot['rule'] == rule]).value:.2f}")
             axes.set(xlabel="temperature", xticks=sorted(each.groups))
         figure.supylabel("acceptance length, reject = 0")
         last = table[(table["temperature"] == hottest) & ~table["rule"].str.contains("lossy")]
         more = [f"{r['rule']} accepts {abs(r['gain']):.2f} tokens a pass "
                 f"{'more' if r['gain'] > 0 else 'less'} than reject"
                 for _, r in last.iterrows() if r["low"] > 0 or r["high"] < 0]  # fmt: skip
-        base = length(hot[hot["rule"] == "reject"]).value
+        base = summaries.length(hot[hot["rule"] == "reject"]).value
         claim = "; ".join(more) or "no exact rule certainly differs from reject"
-        title(figure, f"At temperature {hottest:g} {claim}, whose acceptance length is {base:.2f}")
+        style.title(
+            figure, f"At temperature {hottest:g} {claim}, whose acceptance length is {base:.2f}"
+        )
     return figure
 
 
@@ -198,21 +168,22 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
     """Acceptance length over bias (total variation), one point a rule, both with their intervals;
     from `summaries.biased`. Hollow: a rule that is lossy by its kind."""
     lossy = table["rule"].str.contains("lossy")
-    with canvas() as (figure, axes):
-        for at, look in enumerate(marks(table["rule"]).values()):
+    with style.canvas() as (figure, axes):
+        for at, look in enumerate(style.marks(table["rule"]).values()):
             row, fill = table.iloc[[at]], "none" if lossy.iloc[at] else look["color"]
-            axes.errorbar(row["bias"], row["length"], ends(row, "length"), ends(row, "bias"),
-                          ls="", label=row["rule"].iloc[0], capsize=3, markersize=10,
-                          markerfacecolor=fill, markeredgewidth=2, **look)  # fmt: skip
+            up, across = style.ends(row, "length"), style.ends(row, "bias")
+            axes.errorbar(row["bias"], row["length"], up, across, ls="", label=row["rule"].iloc[0],
+                          capsize=3, markersize=10, markerfacecolor=fill, markeredgewidth=2,
+                          **look)  # fmt: skip
         axes.set(xlabel="bias: total variation of a round's first token to the target's p",
                  ylabel="tokens a target pass",
                  xlim=(-0.02, max(0.1, table["bias_high"].max() * 1.05)))  # fmt: skip
-        per_cent(axes, "x")
-        key(figure, axes)
+        style.per_cent(axes, "x")
+        style.key(figure, axes)
         worst = table.loc[table["bias"].where(lossy, -1).idxmax()]
         value = worst[["bias", "bias_low", "bias_high"]].set_axis(["value", "low", "high"])
-        title(figure,
-              f"Largest bias: {worst['rule']}, total variation {share(value)}"
+        style.title(figure,
+              f"Largest bias: {worst['rule']}, total variation {style.share(value)}"
               if lossy.any() else "Every rule here keeps the target's distribution"
         )  # fmt: skip
     return figure
@@ -223,10 +194,10 @@ def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure
     behind: how many times as fast the first arm is as each, paired by prompt, from
     `summaries.behind`."""
     table = measured.sort_values("speedup", ascending=False).reset_index(drop=True)
-    looks = marks(measured["arm"])
+    looks = style.marks(measured["arm"])
     behind = None if behind is None or behind.empty else behind  # of one arm there is nothing
     sides, tall = 1 if behind is None else 2, 2.0 + 0.42 * len(table)
-    with panels(sides, 8.5 if behind is None else 5.25, tall, sharey=True) as (figure, every):
+    with style.panels(sides, 8.5 if behind is None else 5.25, tall, sharey=True) as (figure, every):
         _rows(every[0], table, "speedup", looks)
         every[0].set_xlabel("speedup over plain decoding")
         if behind is not None:
@@ -235,33 +206,35 @@ def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure
             every[1].set_xlabel(f"{table['arm'][0]} over each, paired by prompt")
         every[0].set_yticks(range(len(table)), table["arm"])
         every[0].set_ylim(len(table) - 0.5, -0.5)
-        title(figure, _first(table, behind) + busy(table))
+        style.title(figure, _first(table, behind) + summaries.busy(table))
     return figure
 
 
 def _rows(axes: Axes, table: pd.DataFrame, column: str, looks: dict[str, Any]) -> None:
     """One line a row with its interval, and the numbers beside it."""
-    axes.axvline(1, color=PLAIN, lw=1.5)
+    axes.axvline(1, color=style.PLAIN, lw=1.5)
     known = table.dropna(subset=[column])
     for y, row in known.iterrows():
-        axes.errorbar(row[column], y, xerr=ends(known.loc[[y]], column), capsize=3, markersize=8,
-                      **looks[row["arm"]])  # fmt: skip
-        axes.annotate(times(row, column), (1.0, y), xycoords=("axes fraction", "data"), fontsize=10,
-                      va="center", color=INK)  # fmt: skip
+        axes.errorbar(row[column], y, xerr=style.ends(known.loc[[y]], column), capsize=3,
+                      markersize=8, **looks[row["arm"]])  # fmt: skip
+        axes.annotate(style.times(row, column), (1.0, y), xycoords=("axes fraction", "data"),
+                      fontsize=10, va="center", color=style.INK)  # fmt: skip
     axes.set(xlim=(0.9 * min(1, known["low"].min()), 1.1 * max(1, known["high"].max())))
-    log_axis(axes, "x")
+    style.log_axis(axes, "x")
     axes.grid(axis="y", visible=False)
 
 
 def _first(table: pd.DataFrame, behind: pd.DataFrame | None) -> str:
     """Which arm of `summaries.speedups`, the fastest first, is certainly faster than plain decoding
     and than all others."""
-    best = fastest(table)
+    best = summaries.fastest(table)
     if (table["high"] < 1).all():
         return "All are slower than plain decoding"
-    certain = leads(table, "speedup") if behind is None else bool((behind["low"] > 1).all())
+    certain = (
+        summaries.leads(table, "speedup") if behind is None else bool((behind["low"] > 1).all())
+    )
     if best["low"] > 1 and certain:
-        return f"{best['arm']}: {verdict(best)}"
+        return f"{best['arm']}: {summaries.verdict(best)}"
     if faster := int((table["low"] > 1).sum()):
         they = f"{faster} of {len(table)} {'is' if faster == 1 else 'are'} certainly faster"
         return f"{they} than plain decoding" + ", none is certainly the fastest" * (faster > 1)
@@ -274,20 +247,21 @@ def round_costs(costs: pd.DataFrame) -> Figure:
     """Where a round's time goes, in plain steps, for each draft length or arm; from
     `one_pairing.pass_costs` or `one_pairing.costs`."""
     by = "arm" if "arm" in costs else "gamma"
-    step = costs["step_s"].iloc[0] if by == "arm" else step_s(costs)
+    step = costs["step_s"].iloc[0] if by == "arm" else summaries.step_s(costs)
     parts = costs[list(PHASES)].rename(columns=PHASES) / step
     left = parts.cumsum(axis=1) - parts
-    with canvas(8.5, 2 + 0.42 * len(costs)) as (figure, axes):
+    with style.canvas(8.5, 2 + 0.42 * len(costs)) as (figure, axes):
         for at, phase in enumerate(parts):
             axes.barh(range(len(parts)), parts[phase], 0.65, left=left[phase], label=phase,
-                      edgecolor="white", color=COLOURS[at], hatch=HATCHES[at])  # fmt: skip
+                      edgecolor="white", color=style.COLOURS[at],
+                      hatch=style.HATCHES[at])  # fmt: skip
         names = costs[by] if by == "arm" else [f"γ = {gamma}" for gamma in costs["gamma"]]
         axes.set_yticks(range(len(parts)), list(names))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.axvline(1, color=PLAIN, lw=1.5)
+        axes.axvline(1, color=style.PLAIN, lw=1.5)
         axes.set(xlabel=f"plain steps (of {step * 1e3:.1f} ms)")
-        key(figure, axes)
+        style.key(figure, axes)
         draft, check = parts["draft"], parts["verify"]
         if by == "arm":
             dearest, slowest = costs["arm"][draft.idxmax()], costs["arm"][check.idxmax()]
@@ -297,15 +271,15 @@ def round_costs(costs: pd.DataFrame) -> Figure:
             gamma, longer = int(costs["gamma"].iloc[-1]), check.iloc[-1] / check.iloc[0]
             finding = (f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
                        f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps")  # fmt: skip
-        title(figure, finding + odd(check), bare="medians of repeated rounds")
+        style.title(figure, finding + summaries.odd(check), bare="medians of repeated rounds")
     return figure
 
 
 def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     """Speedup over draft length: `summaries.speedups(by="gamma")` against `summaries.predicted`."""
-    with canvas() as (figure, axes):
-        title(figure, gamma_panel(axes, measured, predicted))
-        key(figure, axes)
+    with style.canvas() as (figure, axes):
+        style.title(figure, gamma_panel(axes, measured, predicted))
+        style.key(figure, axes)
     return figure
 
 
@@ -313,21 +287,21 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
     """`over_gamma` on these axes, and its title."""
     speedup_panel(axes, measured, "gamma", label="measured")
     predicted = predicted[predicted["gamma"] > 0]
-    axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=PREDICTED,
+    axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=style.PREDICTED,
               label="predicted from acceptance and pass costs")  # fmt: skip
     axes.set_xlabel("draft length γ")
     axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
-    best, by_gamma = fastest(measured), predicted.set_index("gamma")["speedup"]
+    best, by_gamma = summaries.fastest(measured), predicted.set_index("gamma")["speedup"]
     return (
-        f"At γ = {best['gamma']:.0f}: {verdict(best)}; predicted {by_gamma[best['gamma']]:.2f}x"
-        + busy(measured, by_gamma[measured["gamma"]])
+        f"At γ = {best['gamma']:.0f}: {summaries.verdict(best)}; predicted "
+        f"{by_gamma[best['gamma']]:.2f}x" + summaries.busy(measured, by_gamma[measured["gamma"]])
     )
 
 
 def speedup_panel(axes: Axes, table: pd.DataFrame, by: str, **look: Any) -> None:
     """Speedups with intervals, which are cut off where they are very wide: on a busy machine."""
-    axes.axhline(1, color=PLAIN, lw=1.5)
-    points(axes, table, by, **{"color": SPECULATIVE, "marker": "o"} | look)
+    axes.axhline(1, color=style.PLAIN, lw=1.5)
+    style.points(axes, table, by, **{"color": style.SPECULATIVE, "marker": "o"} | look)
     most = min(2.2 * max(1, table["speedup"].max()), 1.1 * table["high"].max())
     axes.set(ylabel="speedup over plain decoding", ylim=(0, max(1.2, most, axes.get_ylim()[1])))
 
@@ -338,14 +312,14 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
     first, last = by_batch.iloc[0], by_batch.iloc[-1]
     plain = by_batch["plain_tok_s"]
     own = by_batch.assign(low=by_batch["low"] * plain, high=by_batch["high"] * plain)
-    with canvas() as (figure, axes):
-        axes.plot(by_batch["batch"], plain, "x-", color=PLAIN, label="plain")
-        points(axes, own, "batch", "tok_s", color=SPECULATIVE, marker="o",
+    with style.canvas() as (figure, axes):
+        axes.plot(by_batch["batch"], plain, "x-", color=style.PLAIN, label="plain")
+        style.points(axes, own, "batch", "tok_s", color=style.SPECULATIVE, marker="o",
                  label="speculative, with the interval of its ratio to plain")  # fmt: skip
-        batch_axis(axes, by_batch["batch"])
+        style.batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="tokens/s, all streams", ylim=(0, None))
-        key(figure, axes)
-        title(figure,
+        style.key(figure, axes)
+        style.title(figure,
               f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: "
               f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens a second in plain "
               f"decoding, {last['tok_s'] / first['tok_s']:.1f}x with speculation"
@@ -356,14 +330,14 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
 def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Figure:
     """Speedup over batch size; from `summaries.speedups(by="batch")`. served: the same under
     continuous batching, from `under_load.rates` for one policy."""
-    with canvas() as (figure, axes):
+    with style.canvas() as (figure, axes):
         speedup_panel(axes, by_batch, "batch", label="static batch")
         if served is not None:
-            speedup_panel(axes, served, "load", label="continuous batching", color=PREDICTED,
+            speedup_panel(axes, served, "load", label="continuous batching", color=style.PREDICTED,
                           marker="s", ls="--")  # fmt: skip
-        batch_axis(axes, by_batch["batch"])
-        key(figure, axes)
-        title(figure, crossing(by_batch) + busy(by_batch))
+        style.batch_axis(axes, by_batch["batch"])
+        style.key(figure, axes)
+        style.title(figure, crossing(by_batch) + summaries.busy(by_batch))
     return figure
 
 
@@ -375,7 +349,8 @@ def crossing(by_batch: pd.DataFrame) -> str:
     pays = with_interval[with_interval["low"] > 1]["batch"]
     costs = with_interval[with_interval["high"] < 1]["batch"]
     start, end = (
-        f"{times(row, 'speedup')} at batch {row['batch']:.0f}" for row in (first, by_batch.iloc[-1])
+        f"{style.times(row, 'speedup')} at batch {row['batch']:.0f}"
+        for row in (first, by_batch.iloc[-1])
     )
     if len(pays) and len(costs) and costs.min() > pays.max():
         return f"{start}; stops paying between batch {pays.max():.0f} and {costs.min():.0f}"

@@ -6,21 +6,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from specexp.errors import counted
+from specexp.figures import style
 from specexp.figures.pairings import heat
-from specexp.figures.style import (
-    PLAIN,
-    batch_axis,
-    canvas,
-    ends,
-    key,
-    marks,
-    nothing,
-    per_cent,
-    points,
-    share,
-    times,
-    title,
-)
 from specexp.measure.summaries import leads
 
 PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts")
@@ -33,11 +20,11 @@ def by_category(runs: pd.DataFrame) -> Figure:
     missing = "No run has acceptance by category yet: run 10_acceptance"
     columns = {c: c.rpartition("/")[2] for c in runs if c.startswith("metrics.category/")}
     if not columns:
-        return nothing(missing)
+        return style.nothing(missing)
     own = runs.get("tags.notebook", runs["experiment"]) == "10_acceptance.ipynb"
     have = runs[own | (runs["experiment"] == "acceptance")].dropna(subset=list(columns), how="all")
     if have.empty:
-        return nothing(missing)
+        return style.nothing(missing)
     pairing = have.reindex(columns=[f"params.{name}" for name in PAIRING]).fillna("").astype(str)
     labels = pairing["params.drafter"].copy()
     for name in PAIRING[1:]:
@@ -69,22 +56,22 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
     needed = ["metrics.acceptance/rate", "metrics.speedup/measured"]
     have = runs.dropna(subset=needed) if set(needed) <= set(runs) else runs.head(0)
     if have.empty:
-        return nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
+        return style.nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
     have = have.rename(columns={"params.drafter": "drafter"})
-    looks = marks(have["drafter"].unique())
+    looks = style.marks(have["drafter"].unique())
     rates, speeds = (_within(have, *n) for n in zip(needed, ("rate_ci", "ci"), strict=True))
-    with canvas(9.5, 5.2) as (figure, axes):
-        axes.axhline(1, color=PLAIN, lw=1.5)
+    with style.canvas(9.5, 5.2) as (figure, axes):
+        axes.axhline(1, color=style.PLAIN, lw=1.5)
         for drafter, look in looks.items():
             own = have["drafter"] == drafter
             across, up = rates[own], speeds[own]
-            axes.errorbar(across["value"], up["value"], ends(up, "value"), ends(across, "value"),
-                          ls="", elinewidth=1, capsize=2, markersize=8, label=drafter, **look
-            )  # fmt: skip
+            axes.errorbar(across["value"], up["value"], style.ends(up, "value"),
+                          style.ends(across, "value"), ls="", elinewidth=1, capsize=2,
+                          markersize=8, label=drafter, **look)  # fmt: skip
         axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
-        per_cent(axes, "x")
-        key(figure, axes)
-        title(figure, _first(have, rates, speeds))
+        style.per_cent(axes, "x")
+        style.key(figure, axes)
+        style.title(figure, _first(have, rates, speeds))
     return figure
 
 
@@ -104,8 +91,8 @@ def _first(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> str
     best, faster = table["value"].idxmax(), int((table["low"] > 1).sum())
     if table["low"][best] > 1 and leads(table, "value"):
         return (
-            f"Fastest: {runs['drafter'][best]}, {times(speeds.loc[best])} at acceptance rate "
-            f"{share(rates.loc[best])}"
+            f"Fastest: {runs['drafter'][best]}, {style.times(speeds.loc[best])} at acceptance rate "
+            f"{style.share(rates.loc[best])}"
         )
     are = "is" if faster == 1 else "are"
     return f"{faster} of {len(table)} runs {are} certainly faster than plain decoding" + (
@@ -116,16 +103,16 @@ def _first(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> str
 def over_batch(curves: pd.DataFrame) -> Figure:
     """Speedup over batch, a line a run, from `compare.curves(runs, "speedup/at_batch")`."""
     if curves.empty:
-        return nothing("No run has a batch sweep yet: run 30_throughput_under_batch")
-    looks = marks(curves["drafter"].unique())
-    with canvas() as (figure, axes):
-        axes.axhline(1, color=PLAIN, lw=1.5)
+        return style.nothing("No run has a batch sweep yet: run 30_throughput_under_batch")
+    looks = style.marks(curves["drafter"].unique())
+    with style.canvas() as (figure, axes):
+        axes.axhline(1, color=style.PLAIN, lw=1.5)
         for (drafter, _), part in curves.groupby(["drafter", "run_id"], sort=False):
-            points(axes, part, "step", "value", label=drafter, **looks[drafter])
-        batch_axis(axes, sorted(curves["step"].unique()))
+            style.points(axes, part, "step", "value", label=drafter, **looks[drafter])
+        style.batch_axis(axes, sorted(curves["step"].unique()))
         axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
-        key(figure, axes)
+        style.key(figure, axes)
         largest = curves[curves["step"] == curves["step"].max()].sort_values("value")
-        each = dict.fromkeys([times(largest.iloc[0]), times(largest.iloc[-1])])
-        title(figure, f"Speedup at batch {largest['step'].iloc[0]}: {' to '.join(each)}")
+        each = dict.fromkeys([style.times(largest.iloc[0]), style.times(largest.iloc[-1])])
+        style.title(figure, f"Speedup at batch {largest['step'].iloc[0]}: {' to '.join(each)}")
     return figure

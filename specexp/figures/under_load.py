@@ -8,20 +8,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from specexp.figures import style
 from specexp.figures.pairings import speedup_panel
-from specexp.figures.style import (
-    INK,
-    PLAIN,
-    batch_axis,
-    key,
-    log_axis,
-    marks,
-    panels,
-    per_cent,
-    points,
-    times,
-    title,
-)
 
 LOAD_AWARE = ("goodput", "greedy", "bandit", "threshold", "table")
 SHOWN = {
@@ -47,27 +35,27 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
     """Tokens/s, speedup over plain decoding, and regret of the load-aware policies, by the number
     of streams. From `under_load.rates` and `under_load.regrets`."""
     looks = lines(dict.fromkeys(rates["policy"]))
-    with panels(3, 5.25, 4) as (figure, (left, middle, right)):
+    with style.panels(3, 5.25, 4) as (figure, (left, middle, right)):
         for name, look in looks.items():
             part = rates[rates["policy"] == name]
             scale = part["tok_s"] / part["speedup"]
             own = part.assign(low=part["low"] * scale, high=part["high"] * scale)
-            points(left, own, "load", "tok_s", label=name, **look)
+            style.points(left, own, "load", "tok_s", label=name, **look)
             if name != "plain":
                 speedup_panel(middle, part, "load", **look)
             if name.startswith(LOAD_AWARE):
-                points(right, regrets[regrets["policy"] == name], "load", "regret", **look)
-        right.axhline(0, color=PLAIN, lw=1.5)
+                style.points(right, regrets[regrets["policy"] == name], "load", "regret", **look)
+        right.axhline(0, color=style.PLAIN, lw=1.5)
         for axes in (left, middle, right):
-            batch_axis(axes, sorted(set(rates["load"])))
+            style.batch_axis(axes, sorted(set(rates["load"])))
             axes.set_xlabel("streams served together")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         middle.set_ylabel("tokens/s, plain decoding = 1")
         right.set(ylabel="regret: share lost to the best fixed choice",
                   ylim=(None, min(right.get_ylim()[1], 0.5)))  # fmt: skip
-        per_cent(right)
-        key(figure, left)
-        title(figure, _verdict(rates, regrets))
+        style.per_cent(right)
+        style.key(figure, left)
+        style.title(figure, _verdict(rates, regrets))
     return figure
 
 
@@ -79,7 +67,7 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
     if always:
         fixed = rates[rates["policy"] == always[-1]]
         outer = fixed.iloc[sorted({0, len(fixed) - 1})].to_dict("records")
-        each = [f"{times(row, 'speedup')} with {row['load']}" for row in outer]
+        each = [f"{style.times(row, 'speedup')} with {row['load']}" for row in outer]
         parts.append(f"{always[-1]}: {' and '.join(each)} streams")
     if len(aware):
         worst = aware.groupby("policy", sort=False)["regret"].max().clip(lower=0)
@@ -93,7 +81,7 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
     rows = {"live": "streams being decoded", "waiting": "requests waiting",
             "speculated": "rows speculated", "kept": "draft tokens accepted"}  # fmt: skip
     looks = lines(tables)
-    with panels(len(rows), 5.25, 3.6) as (figure, every):
+    with style.panels(len(rows), 5.25, 3.6) as (figure, every):
         for axes, (column, label) in zip(every, rows.items(), strict=True):
             for name, table in tables.items():
                 wide = {"lw": 4, "alpha": 0.6} if name == "plain" else {"lw": 1.5}
@@ -104,13 +92,13 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
             axes.yaxis.set_major_locator(MaxNLocator(5, integer=not share))
             if share:
                 axes.set_ylim(0, 1.02)
-                per_cent(axes)
-        key(figure, every[0])
+                style.per_cent(axes)
+        style.key(figure, every[0])
         lasts = {name: table["end_s"].max() for name, table in tables.items()}
         names = sorted(lasts, key=lasts.__getitem__)
         done = dict.fromkeys([names[0], names[-1]])
         each = [f"{lasts[name]:.3g} s under {name}" for name in done]
-        title(figure, f"The same arrivals: all answered after {', '.join(each)}")
+        style.title(figure, f"The same arrivals: all answered after {', '.join(each)}")
     return figure
 
 
@@ -118,20 +106,20 @@ def latencies(answers: pd.DataFrame, finding: str) -> Figure:
     """The share of requests that took at most so long, for TTFT, TPOT and E2E, a line a policy;
     answers: columns policy, ttft_s, tpot_s and e2e_s, a row a request."""
     looks = lines(dict.fromkeys(answers["policy"]))
-    with panels(3, 3.5, 4.2, sharey=True) as (figure, every):
+    with style.panels(3, 3.5, 4.2, sharey=True) as (figure, every):
         for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
             for name, look in looks.items():
                 times = answers.loc[answers["policy"] == name, f"{kind}_s"].dropna().sort_values()
                 share = np.arange(1, len(times) + 1) / max(1, len(times))
                 axes.step(1e3 * times, share, where="post", label=f"{name}, n = {len(times)}",
                           **look | {"markevery": 0.2, "markersize": 5})  # fmt: skip
-            axes.axhline(0.95, color=INK, lw=0.8, ls=":")
+            axes.axhline(0.95, color=style.INK, lw=0.8, ls=":")
             axes.set(xlabel=f"{kind.upper()} (ms)", ylim=(0, 1.02))
-            log_axis(axes, "x")
+            style.log_axis(axes, "x")
         every[0].set_ylabel("share of requests")
-        per_cent(every[0])
-        key(figure, every[0])
-        title(figure, finding)
+        style.per_cent(every[0])
+        style.key(figure, every[0])
+        style.title(figure, finding)
     return figure
 
 
@@ -145,8 +133,8 @@ def within_limits(served: pd.DataFrame) -> str:
 def simulated(compared: pd.DataFrame) -> Figure:
     """Simulated against real, one point a policy and figure; from `under_load.compare_runs`."""
     kinds = list(dict.fromkeys(compared["figure"]))
-    looks = marks(dict.fromkeys(compared["policy"]))
-    with panels(len(kinds), 5.25, 4.2) as (figure, every):
+    looks = style.marks(dict.fromkeys(compared["policy"]))
+    with style.panels(len(kinds), 5.25, 4.2) as (figure, every):
         for axes, kind in zip(every, kinds, strict=True):
             part = compared[compared["figure"] == kind]
             for _, row in part.iterrows():
@@ -154,14 +142,14 @@ def simulated(compared: pd.DataFrame) -> Figure:
                              **looks[row["policy"]])  # fmt: skip
             low = 0.8 * part[["real", "simulated"]].min().min()
             high = 1.2 * part[["real", "simulated"]].max().max()
-            axes.plot([low, high], [low, high], color=PLAIN, lw=1)
+            axes.plot([low, high], [low, high], color=style.PLAIN, lw=1)
             axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high],
-                              color=PLAIN, alpha=0.2, label="within 10 %")  # fmt: skip
+                              color=style.PLAIN, alpha=0.2, label="within 10 %")  # fmt: skip
             axes.set(xlabel=f"real {kind}", ylabel=f"SIMULATED {kind}")
-        key(figure, every[0])
+        style.key(figure, every[0])
         off = (compared["simulated"] / compared["real"] - 1).abs()
         worst = compared.loc[off.idxmax()]
-        title(figure,
+        style.title(figure,
               f"SIMULATED against real: {off.median():.0%} off in the median, at worst "
               f"{off.max():.0%} ({worst['figure']}, {worst['policy']})",
               bare="each point is one run of all requests"
@@ -176,5 +164,5 @@ def lines(names: Any) -> dict[str, dict[str, Any]]:
         name: look | {"ls": "-", "zorder": 2}
         if name == "plain" or name.startswith(LOAD_AWARE)
         else look | {"ls": (0, (3, 2)), "zorder": 3}
-        for name, look in marks(names).items()
+        for name, look in style.marks(names).items()
     }
