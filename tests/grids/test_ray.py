@@ -7,11 +7,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import TRIVIAL
 from support.processes import alive, until
 from test_runner import go, statuses
 
@@ -51,7 +49,7 @@ def working(label: str) -> psutil.Process:
 
 def overheard(machines: OnRay, file: Path) -> OnRay:
     """The same machines, which also write their points' progress to the file."""
-    run_point = machines._run_point
+    outcome_of = machines._outcome
 
     def heard(point, number, watch):
         def write(said):
@@ -59,10 +57,10 @@ def overheard(machines: OnRay, file: Path) -> OnRay:
                 told.write(f"{point.label} {said}\n")
             watch(said)
 
-        return run_point(point, number, write)
+        return outcome_of(point, number, write)
 
     file.touch()
-    machines._run_point = heard
+    machines._outcome = heard
     return machines
 
 
@@ -143,27 +141,33 @@ def test_ctrl_c_leaves_no_kernel_on_the_cluster(store, points, address, tmp_path
     until(lambda: not any(alive(p) for p in [worker, *below]))
 
 
+@ray
 def test_workers_get_the_runners_switches(points, monkeypatch):
     native, graphs, *_ = provenance.SWITCHES
     monkeypatch.setenv(native, "off")
     monkeypatch.delenv(graphs, raising=False)
     [point] = points(x=[1])
-    told = remote.Tasks([point], True).of(point).environment
+    told = OnRay([point]).task_of(point).environment
     assert (told[native], told[graphs]) == ("off", "")
 
 
-def test_machine_lost_repeatedly_is_a_lost_point(points):
+@ray
+def test_machine_lost_repeatedly_is_a_lost_point(points, monkeypatch):
     asked: list[grid.Point] = []
 
-    def run_point(point, number, watch):
+    def cut(point, number, watch):
         asked.append(point)
-        raise remote.WorkerLost("power cut")
+        raise ConnectionError("power cut")
 
     heard: list[str] = []
-    executor = SimpleNamespace(run_point=run_point, say=heard.append)
     [point] = points(x=[1])
-    with pytest.raises(Failure, match=r"lost \(try 4 of 4\): power cut") as found:
-        remote.run_elsewhere(executor, 0, point, Path("nowhere"), print)
+    machines = OnRay([point], say=heard.append)
+    monkeypatch.setattr(machines, "_outcome", cut)
+    with (
+        machines.worker(0) as run,
+        pytest.raises(Failure, match=r"lost \(try 4 of 4\): power cut") as found,
+    ):
+        run(point, Path("nowhere"), print)
     assert found.value.kind == "lost"
     assert len(asked) == 4
     assert len(heard) == 3
@@ -218,16 +222,21 @@ def test_impossible_ray_requests_are_refused_first(points, monkeypatch, tmp_path
         OnRay(todo)
 
 
-def test_worker_with_other_code_refuses(points, tmp_path):
+@ray
+def test_worker_with_other_code_refuses(points, tmp_path, monkeypatch):
     [point] = points(x=[1])
-    answer = remote.run(Task(point, TRIVIAL, [], False, "another digest", {}))
+    answer = remote.run(Task(point, (), False, "another digest", {}))
     assert answer == Outcome(NODE, {}, answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
     assert "differs from the runner" in message
-    executor = SimpleNamespace(run_point=lambda *asked: answer)
-    with pytest.raises(Failure, match=f"on {NODE}: this machine imported code"):
-        remote.run_elsewhere(executor, 0, point, tmp_path, print)
+    machines = OnRay([point])
+    monkeypatch.setattr(machines, "_outcome", lambda *asked: answer)
+    with (
+        machines.worker(0) as run,
+        pytest.raises(Failure, match=f"on {NODE}: this machine imported code"),
+    ):
+        run(point, tmp_path, print)
 
 
 def test_packed_folder_survives_the_way_back(tmp_path):

@@ -14,20 +14,23 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError
+from specexp.grids import notebooks
 from specexp.grids.execute import Watch
 from specexp.grids.machines import worker
 from specexp.grids.machines.local import Worker
 from specexp.grids.machines.worker import Outcome, Task
 from specexp.grids.points import Point
 from specexp.grids.progress import Failure
-from specexp.tracking import results
+from specexp.tracking import provenance, results
 
 OWN, HERE = "ray", "auto"
+RETRIES = 3  # of a point whose machine was lost
 STARTUP_S = 120.0
 _ADDRESS = re.compile(r"(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):(\d+)")
 
@@ -73,10 +76,19 @@ class OnRay:
         for point in points:
             if re.fullmatch(r"cuda:[1-9]\d*", _device(point)):
                 raise UserError(f"{point.label}: a point on Ray sees one GPU; write device: cuda")
-        self.say, self._points = say, points
-        self._tasks = worker.Tasks(points, forked)
+            if not point.notebook.is_relative_to(results.ROOT):
+                raise UserError(
+                    f"{point.notebook} is outside {results.ROOT}: workers only get what is in there"
+                )
+        self.say, self._points, self._forked = say, points, forked
         self._address = os.environ.get("RAY_ADDRESS", OWN) if address == OWN else address
         self._over = threading.Event()
+        self._modules = notebooks.modules_of(sorted({p.notebook for p in points}))
+        self._code = provenance.code_digest()
+        about = provenance.tags()
+        git = f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
+        self._environment = {name: os.environ.get(name, "") for name in provenance.SWITCHES}
+        self._environment |= {"OMP_NUM_THREADS": about["threads"], "SPECEXP_GIT": git}
 
     def __enter__(self) -> OnRay:
         self._connect()
@@ -136,7 +148,8 @@ class OnRay:
 
     def _shipped(self) -> dict[str, Any]:
         """What Ray sends to workers: the library, the data and the folders of the notebooks."""
-        kept = {"specexp", "data", *(self._tasks.of(p).notebook.parts[0] for p in self._points)}
+        folders = (p.notebook.relative_to(results.ROOT).parts[0] for p in self._points)
+        kept = {"specexp", "data", *folders}
         excludes = ["/*", *(f"!/{name}" for name in sorted(kept)), "__pycache__"]
         return {"working_dir": str(results.ROOT), "excludes": excludes}
 
@@ -176,35 +189,53 @@ class OnRay:
 
     @contextlib.contextmanager
     def worker(self, number: int) -> Iterator[Worker]:
-        yield partial(worker.run_elsewhere, self, number)
+        yield partial(self._run, number)
 
     def kill(self) -> None:
         self._over.set()
 
-    def run_point(self, point: Point, number: int, watch: Watch) -> Outcome:
-        """Run a point and wait for its outcome. Raises WorkerLost and Failure."""
+    def task_of(self, point: Point) -> Task:
+        at = point.notebook.relative_to(results.ROOT)
+        return Task(
+            replace(point, notebook=at), self._modules, self._forked, self._code, self._environment
+        )
+
+    def _run(self, number: int, point: Point, attempt: Path, watch: Watch) -> str:
+        """Run a point into an attempt folder; up to RETRIES times again if its machine is lost.
+        Returns the machine's name. Raises Failure."""
         from ray import exceptions as ray
 
-        gone = (
+        lost = (
             ray.WorkerCrashedError, ray.NodeDiedError, ray.ObjectLostError,
             ray.LocalRayletDiedError, ConnectionError,
         )  # fmt: skip
-        try:
-            return self._run_point(point, number, watch)
-        except gone as e:
-            raise worker.WorkerLost(_line(e)) from e
-        except ray.OutOfMemoryError as e:
-            raise Failure("oom", _line(e)) from e
-        except ray.RayError as e:
-            raise Failure("error", f"Ray: {_line(e)}") from e
+        for tries in range(1, RETRIES + 2):
+            try:
+                outcome = self._outcome(point, number, watch)
+                break
+            except lost as e:
+                why = f"its machine or process was lost (try {tries} of {RETRIES + 1}): {_line(e)}"
+                if tries <= RETRIES:
+                    self.say(f"{point.label}: {why}; trying again")
+            except ray.OutOfMemoryError as e:
+                raise Failure("oom", _line(e)) from e
+            except ray.RayError as e:
+                raise Failure("error", f"Ray: {_line(e)}") from e
+        else:
+            raise Failure("lost", why)
+        worker.unpack(outcome.files, attempt)
+        if outcome.failure:
+            kind, message, trace = outcome.failure
+            raise Failure(kind, f"on {outcome.node}: {message}") from RuntimeError(trace)
+        return outcome.node
 
-    def _run_point(self, point: Point, number: int, watch: Watch) -> Outcome:
+    def _outcome(self, point: Point, number: int, watch: Watch) -> Outcome:
+        """Run a point once and wait for its outcome."""
         import ray
 
         self._refresh()
         options = {"scheduling_strategy": "SPREAD", "name": point.label, **self.demand(point)}
-        todo = self._tasks.of(point)
-        future = self._task.options(**options).remote(todo, self._mailbox, number)
+        future = self._task.options(**options).remote(self.task_of(point), self._mailbox, number)
         watch("waiting for a machine")
         while not ray.wait([future], timeout=0.5)[0]:
             if self._over.is_set():

@@ -1,49 +1,38 @@
-"""Running a point on another machine.
-
-On the worker, `run` executes a `Task` in a temporary folder and returns that folder as an
-`Outcome`: workers have no store, only the runner commits and publishes. In the runner,
-`run_elsewhere` gets the outcome through `ray.OnRay`, and tries again if the worker was lost.
+"""What a Ray worker does: it executes a `Task` in a temporary folder and returns that folder as an
+`Outcome`. Workers have no store: only the runner (ray.py) commits and publishes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from specexp.errors import UserError
-from specexp.grids import identity, kernels, notebooks
+from specexp.grids import identity, kernels
 from specexp.grids.execute import Watch, execute
 from specexp.grids.points import Point
 from specexp.grids.progress import Failure
 from specexp.tracking import provenance, results
 
-if TYPE_CHECKING:
-    from specexp.grids.machines.ray import OnRay
-
 MOST_BYTES = 200_000_000
-RETRIES = 3
 
 
 @dataclass(frozen=True)
 class Task:
-    """A point to be run by a worker. `notebook`: relative to the checkout; `modules`: to import
-    before kernels are forked; `code`: the digest of the library's source; `environment`: variables
-    for the kernel."""
+    """A point to be run by a worker, whose notebook is relative to the checkout. `modules`: to
+    import before kernels are forked; `code`: the digest of the library's source; `environment`:
+    variables for the kernel."""
 
     point: Point
-    notebook: Path
-    modules: Sequence[str]
+    modules: tuple[str, ...]
     forked: bool
     code: str
     environment: Mapping[str, str]
@@ -70,11 +59,11 @@ def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
         message = f"this machine is of another kind than the runner's: {others}"
         return Outcome(node, failure=("error", message, ""))
     watch(f"on {node}, starting")
-    point = replace(task.point, notebook=results.ROOT / task.notebook)
+    point = replace(task.point, notebook=results.ROOT / task.point.notebook)
     with tempfile.TemporaryDirectory(prefix="specexp-") as name:
         folder, failure = Path(name), None
         try:
-            worker = _worker(tuple(task.modules), task.forked)
+            worker = _worker(task.modules, task.forked, os.environ.get("OMP_NUM_THREADS"))
             execute(
                 point, folder, worker,
                 lambda message: watch(f"on {node}, {message}"), task.environment,
@@ -101,17 +90,10 @@ def _imported() -> str:
     return provenance.code_digest()
 
 
-_workers: dict[tuple[object, ...], kernels.Worker] = {}
-_open = contextlib.ExitStack()
-
-
-def _worker(modules: Sequence[str], forked: bool) -> kernels.Worker:
-    """What runs kernels for this process, kept for later tasks."""
-    key = modules, forked, os.environ.get("OMP_NUM_THREADS")
-    if key not in _workers:
-        home = _open.enter_context(kernels.Kernels(modules, forked))
-        _workers[key] = _open.enter_context(home.worker())
-    return _workers[key]
+@cache
+def _worker(modules: tuple[str, ...], forked: bool, threads: str | None) -> kernels.Worker:
+    """What runs kernels for this process, kept for later tasks; `threads`: of its environment."""
+    return kernels.Worker(kernels.Kernels(modules, forked).__enter__())
 
 
 def packed(
@@ -139,57 +121,3 @@ def unpack(files: Mapping[str, bytes], folder: Path, most: int = MOST_BYTES) -> 
             raise Failure("invalid-result", f"{name!r} is outside its folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-
-
-# --- in the runner -------------------------------------------------------------------------------
-
-
-class WorkerLost(Exception):
-    """The machine or process that ran the task is gone."""
-
-
-def run_elsewhere(machines: OnRay, number: int, point: Point, attempt: Path, watch: Watch) -> str:
-    """Run a point into an attempt folder; up to RETRIES times again if its machine is lost. Returns
-    the machine's name. Raises Failure."""
-    for tries in range(1, RETRIES + 2):
-        try:
-            outcome = machines.run_point(point, number, watch)
-        except WorkerLost as e:
-            why = f"its machine or process was lost (try {tries} of {RETRIES + 1}): {e}"
-            if tries <= RETRIES:
-                machines.say(f"{point.label}: {why}; trying again")
-        else:
-            unpack(outcome.files, attempt)
-            if outcome.failure:
-                kind, message, trace = outcome.failure
-                raise Failure(kind, f"on {outcome.node}: {message}") from RemoteError(trace)
-            return outcome.node
-    raise Failure("lost", why)
-
-
-class RemoteError(Exception):
-    """The traceback of an error on another machine, as text."""
-
-
-class Tasks:
-    """Makes the tasks of these points. Raises UserError for a point that cannot be sent."""
-
-    def __init__(self, points: Sequence[Point], forked: bool) -> None:
-        for point in points:
-            if not point.notebook.is_relative_to(results.ROOT):
-                raise UserError(
-                    f"{point.notebook} is outside {results.ROOT}: workers only get what is in there"
-                )
-        self._forked = forked
-        self._modules = notebooks.modules_of(sorted({p.notebook for p in points}))
-        self._code = provenance.code_digest()
-        about = provenance.tags()
-        git = f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
-        self._environment = {name: os.environ.get(name, "") for name in provenance.SWITCHES}
-        self._environment |= {"OMP_NUM_THREADS": about["threads"], "SPECEXP_GIT": git}
-
-    def of(self, point: Point) -> Task:
-        return Task(
-            point, point.notebook.relative_to(results.ROOT), self._modules, self._forked,
-            self._code, self._environment,
-        )  # fmt: skip
