@@ -20,27 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specexp import checked, drafters, fitting, rules
+from specexp import checked, drafters, fitting, names, rules
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError, brief, meant, refusing
 from specexp.models import generation
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
 from specexp.models.load import of_module, text_of
-from specexp.names import (
-    Facts,
-    encode,
-    generation_of,
-    in_memory,
-    locate,
-    name_of,
-    read_target,
-    request_of,
-    resolve_drafter,
-    sampling_of,
-    shaping,
-    target_of,
-)  # fmt: skip
+from specexp.names import Facts
 from specexp.policy import Fixed, Policy
 from specexp.rules import Rule
 from specexp.trace import Acceptance
@@ -108,7 +95,7 @@ class Pairing:
     @property
     def followed(self) -> dict[str, Any]:
         """What shapes the target's logits: these settings of its generation config."""
-        return generation.followed(generation_of(self.options["target"]))
+        return generation.followed(names.generation_of(self.options["target"]))
 
     def _repr_html_(self) -> str:
         from specexp.figures import cards
@@ -116,7 +103,7 @@ class Pairing:
         return cards.of_pairing(self)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encode(self.tokenizer, text) for text in texts]
+        return [names.encode(self.tokenizer, text) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return text_of(self.tokenizer, tokens)
@@ -254,10 +241,10 @@ def load(
         UserError: Bad input; one line says what is wrong and what to do.
     """
     if isinstance(target, str):
-        tokenizer = tokenizer or read_target(target)[2]
+        tokenizer = tokenizer or names.read_target(target)[2]
         dtype = dtype or "float32"
     else:
-        tokenizer, dtype, device = in_memory(target, tokenizer, dtype, device)
+        tokenizer, dtype, device = names.in_memory(target, tokenizer, dtype, device)
     _settle()
     options = {
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,
@@ -265,22 +252,22 @@ def load(
         "policy": policy, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
     _check_types({name: value for name, value in options.items() if value is not DEFAULTS[name]})
-    options |= asdict(sampling_of(options)) | {"sampling": "given"}
-    facts = target_of(target, tokenizer)
+    options |= asdict(names.sampling_of(options)) | {"sampling": "given"}
+    facts = names.target_of(target, tokenizer)
     if gamma is None:
         options["gamma"] = usual_gamma(options, facts)
     _prepared(options, facts)
-    shaping(target, facts[1])
+    names.shaping(target, facts[1])
     if isinstance(target, str):
         name, vocab = Path(target).name, facts[1]
-        model = load_model(locate(target), name, dtype, where(device), vocab)
+        model = load_model(names.locate(target), name, dtype, where(device), vocab)
     else:
-        model = of_module(target, name_of(target), facts[1])
-    model = model.apart(process=shaping(target, facts[1], model.device))
+        model = of_module(target, names.name_of(target), facts[1])
+    model = model.apart(process=names.shaping(target, facts[1], model.device))
     pair = _assemble(model, tokenizer, **options)
     if isinstance(target, str):
         # not sooner: a refusal is one line
-        generation.warn_of_no_end(generation_of(target), facts[0], locate(target))
+        generation.warn_of_no_end(names.generation_of(target), facts[0], names.locate(target))
     return pair
 
 
@@ -319,14 +306,14 @@ def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
     drafter = prepared.make(model)
     if request.own is not None:
         checked.drafter(drafter, model)
-    stops = generation.stops(generation_of(o["target"]), name_of(o["target"]))
+    stops = generation.stops(names.generation_of(o["target"]), names.name_of(o["target"]))
     engine = Engine(
         model, drafter, _policy(o["policy"], request.tree, prepared.deepest), request.sampling,
         rule, o["seed"], stops,
     )  # fmt: skip
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
-    name = resolve_drafter(o["target"], o["drafter"]) if named else drafter.name
+    name = names.resolve_drafter(o["target"], o["drafter"]) if named else drafter.name
     return Pairing(engine, tokenizer, brief(name), name, o, prepared.deepest)
 
 
@@ -341,8 +328,8 @@ def _policy(policy: Any, tree: Tree, deepest: int) -> Policy:
 def usual_gamma(options: dict[str, Any], facts: Facts | None = None) -> int:
     """The default draft length: 5, or the longest that the drafter can make."""
     try:
-        facts = facts or read_target(options["target"])
-        request = request_of(options | {"gamma": 1, "tree": "chain"}, *facts)
+        facts = facts or names.read_target(options["target"])
+        request = names.request_of(options | {"gamma": 1, "tree": "chain"}, *facts)
         return min(5, drafters.prepare(request).deepest)
     except (UserError, OSError):
         return 5  # `prepare` reports what is wrong
@@ -353,7 +340,7 @@ def _prepared(
 ) -> tuple[drafters.Request, drafters.Prepared, Rule | None]:
     """The request, the drafter's options checked, and the rule unless it is `auto`. Raises
     UserError for a pairing that cannot be built."""
-    request = request_of(o, *facts)
+    request = names.request_of(o, *facts)
     prepared = drafters.prepare(request)
     auto = isinstance(o["rule"], str) and o["rule"] == "auto"
     rule = None if auto else rules.of(o["rule"])

@@ -22,16 +22,7 @@ from specexp import drafters, fitting, objects, rules
 from specexp.drafters import Drafter
 from specexp.drafters.model import all_rows, causal_config
 from specexp.errors import UserError, meant_beside, refusing
-from specexp.models import generation, int8, memory
-from specexp.models.load import (
-    DTYPES,
-    read_config,
-    read_generation,
-    read_tokenizer,
-    state_bytes,
-    tokens_of,
-    weight_bytes,
-)
+from specexp.models import generation, int8, load, memory
 from specexp.models.servable import context as in_words
 from specexp.models.servable import reach
 from specexp.sampling import Sampling
@@ -139,7 +130,7 @@ def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tu
             f"{about} is spread over {', '.join(sorted(devices))}: put it on one device"
         )
     own, here = str(target.dtype)[6:], target.device
-    if own not in DTYPES:
+    if own not in load.DTYPES:
         raise UserError(f"{about} is in {own}: convert it with .to(torch.bfloat16)")
     if dtype not in (None, own):
         raise UserError(f"{about} is in {own}, not {dtype}: convert it with .to(torch.{dtype})")
@@ -150,8 +141,8 @@ def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tu
 
 def read_target(target: str) -> Facts:
     """Config, vocabulary and tokenizer of a target's name."""
-    read_config(source := locate(target))
-    return target_of(target, read_tokenizer(source))
+    load.read_config(source := locate(target))
+    return target_of(target, load.read_tokenizer(source))
 
 
 def target_of(target: Any, tokenizer: Any) -> Facts:
@@ -160,7 +151,7 @@ def target_of(target: Any, tokenizer: Any) -> Facts:
     The vocabulary V is one more than the largest id of the tokenizer. Logits beyond it are padding
     and are never emitted. Raises UserError if the model has fewer logits."""
     named = isinstance(target, str)
-    config = (read_config(locate(target)) if named else target.config).get_text_config()
+    config = (load.read_config(locate(target)) if named else target.config).get_text_config()
     if not hasattr(tokenizer, "get_vocab"):
         kind = type(tokenizer).__name__
         raise UserError(f"tokenizer is of type {kind}: give a transformers tokenizer")
@@ -177,14 +168,14 @@ def target_of(target: Any, tokenizer: Any) -> Facts:
 def generation_of(target: Any) -> Any:
     """The generation config of a target, a name or a model in memory; its config if it has none."""
     if isinstance(target, str):
-        return read_generation(locate(target))
+        return load.read_generation(locate(target))
     return getattr(target, "generation_config", None) or target.config
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     if not isinstance(text, str):
         raise UserError(f"a prompt is {text!r:.40}; it must be a text")
-    tokens = tokens_of(tokenizer, text) if text else []
+    tokens = load.tokens_of(tokenizer, text) if text else []
     if not tokens:
         raise UserError("a prompt is empty; give it at least one character")
     return tokens
@@ -197,9 +188,9 @@ def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         raise UserError("the target's tokenizer has no chat template; leave chat out")
     with refusing("the target's chat template fails"):
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    tokens = tokens_of(tokenizer, text, add_special_tokens=False)
+    tokens = load.tokens_of(tokenizer, text, add_special_tokens=False)
     for given in (str(text), str(text).removeprefix(tokenizer.bos_token or "")):
-        if tokens_of(tokenizer, given) == tokens:
+        if load.tokens_of(tokenizer, given) == tokens:
             return given
     raise UserError(
         "the target's tokenizer adds special tokens that its chat template has not; write the "
@@ -280,7 +271,7 @@ def facts_of_pairing(*options: tuple[str, Any]) -> Answer:
     prepared = drafters.prepare(replace(request, source=source))
     shaping(o["target"], request.vocab)
     configs = [config for config in (request.config, prepared.config) if config]
-    dtype = DTYPES.get(request.dtype, torch.float32)
+    dtype = load.DTYPES.get(request.dtype, torch.float32)
     facts = {
         "method": request.method,
         "limits": {limit.name: getattr(prepared, limit.name) for limit in fields(fitting.Limits)},
@@ -294,12 +285,12 @@ def facts_of_pairing(*options: tuple[str, Any]) -> Answer:
 
 def _sizes(config: Any, dtype: torch.dtype, again: int) -> dict[str, Any]:
     """What decides the memory that a model needs, as numbers (`measure.feasible.needed`)."""
-    states = [state_bytes(config, dtype, room, again) for room in (0, 1)]
+    states = [load.state_bytes(config, dtype, room, again) for room in (0, 1)]
     return memory.shape(config) | {
         "described": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
         "itemsize": dtype.itemsize,
-        "weights": weight_bytes(config, dtype),
-        "bfloat16": weight_bytes(config, torch.bfloat16),
+        "weights": load.weight_bytes(config, dtype),
+        "bfloat16": load.weight_bytes(config, torch.bfloat16),
         "kv": memory.kv_bytes(config, dtype.itemsize),
         "state": states[0],
         "state_by_node": states[1] - states[0],

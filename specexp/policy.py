@@ -69,7 +69,7 @@ class Policy(Protocol):
         ...
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        """Learn the outcome of a round.
+        """Learn the outcome of a round; a policy that subclasses this one need not.
 
         Args:
             load: What `choose` was given.
@@ -79,11 +79,11 @@ class Policy(Protocol):
             seconds: How long the round took; None if later rounds like it will not take as long, as
                 after a warm-up (`Recorder.steady`).
         """
-        ...
+        return
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Policy):
     """The same tree every round."""
 
     tree: Tree
@@ -94,6 +94,3 @@ class Fixed:
 
     def choose(self, load: Load) -> Plan:
         return Plan(self.tree, hold=HELD)
-
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        pass

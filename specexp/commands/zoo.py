@@ -123,7 +123,7 @@ def _train_heads(
     kind: str, target: str, out: Path | None, device: str, quick: bool, text: Path | None
 ) -> None:
     """Train heads and log loss and accuracy by position to the MLflow experiment `heads`."""
-    from specexp import api
+    from specexp.names import locate
     from specexp.tracking import runs
     from specexp.zoo.heads import train_heads
 
@@ -133,7 +133,7 @@ def _train_heads(
         for name, value in figures.items():
             history.setdefault(name, {})[step] = value
 
-    folder = train_heads(kind, api.locate(target), out, device=device, quick=quick, text=text,
+    folder = train_heads(kind, locate(target), out, device=device, quick=quick, text=text,
                          watch=watch)  # fmt: skip
     last = {name: values[max(values)] for name, values in history.items()}
     method = {"eagle3": "eagle"}.get(kind, kind)

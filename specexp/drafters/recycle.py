@@ -18,19 +18,19 @@ from specexp.tree import Tree
 
 
 class Table:
-    """For each of B rows, a map from tokens to notes: int64 tensors of one shape.
+    """For each of B rows, a map from tokens to notes: k tokens, int64.
 
     A row has at most `places` notes. If the vocabulary is larger, tokens that are equal modulo
     `places` share one, which belongs to the token written last.
     """
 
     def __init__(
-        self, B: int, vocab: int, shape: tuple[int, ...], device: torch.device, places: int = 4096
+        self, B: int, vocab: int, k: int, device: torch.device, places: int = 4096
     ) -> None:
         self.places = min(vocab, places)
         # the last place takes writes for padding
         self.owner = torch.full((B, self.places + 1), -1, device=device)
-        self.notes = torch.full((B, self.places + 1, *shape), -1, device=device)
+        self.notes = torch.full((B, self.places + 1, k), -1, device=device)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -42,34 +42,26 @@ class Table:
 
     @op
     def read(self, rows: slice, tokens: Tensor) -> Tensor:
-        """The notes [b, n, *shape] of tokens [b, n], -1 where there is none."""
+        """The notes [b, n, k] of tokens [b, n], -1 where there is none."""
         place = self._place(tokens)
         owned = (self.owner[rows].gather(1, place) == tokens) & (tokens >= 0)
-        notes = _gather(self.notes[rows], place)
-        return torch.where(_broadcast(owned, notes), notes, -1)
+        notes = self.notes[rows]
+        notes = notes.gather(1, place[..., None].expand(-1, -1, notes.shape[2]))
+        return torch.where(owned[..., None], notes, -1)
 
     @op
     def write(self, rows: slice, tokens: Tensor, notes: Tensor) -> None:
-        """Set the notes [b, n, *shape] of tokens [b, n]; -1 is padding, the last of equals wins."""
+        """Set the notes [b, n, k] of tokens [b, n]; -1 is padding, the last of equals wins."""
         place = self._place(tokens)
         order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         last = torch.zeros_like(self.owner[rows]).scatter_reduce(1, place, order, "amax")
         writer = last.gather(1, place)  # equal tokens all write the last one's note
         self.owner[rows].scatter_(1, place, tokens.gather(1, writer))
-        written = _gather(notes, writer)
-        self.notes[rows].scatter_(1, _broadcast(place, written).expand_as(written), written)
+        written = notes.gather(1, writer[..., None].expand_as(notes))
+        self.notes[rows].scatter_(1, place[..., None].expand_as(notes), written)
 
     def _place(self, tokens: Tensor) -> Tensor:
         return torch.where(tokens < 0, self.places, tokens % self.places)
-
-
-def _broadcast(index: Tensor, like: Tensor) -> Tensor:
-    return index.reshape(*index.shape, *(1,) * (like.dim() - index.dim()))
-
-
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """x [b, m, *shape] at index [b, n]: [b, n, *shape]."""
-    return x.gather(1, _broadcast(index, x).expand(*index.shape, *x.shape[2:]))
 
 
 def in_vocabulary(tokens: Tensor, vocab: int) -> Tensor:
@@ -84,7 +76,7 @@ class Recycle(Drafter):
         self.vocab, self.device, self.k = target.vocab, target.device, min(k, target.vocab)
 
     def allocate(self, B: int, S: int) -> None:
-        self.table = Table(B, self.vocab, (self.k,), self.device)
+        self.table = Table(B, self.vocab, self.k, self.device)
 
     @property
     def state(self) -> tuple[Tensor, ...]:

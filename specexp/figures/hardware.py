@@ -1,6 +1,5 @@
 """Results of `specexp bench` as tables. Nothing here measures."""
 
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -29,10 +28,7 @@ def so_far(interrupted: dict[str, dict[str, list[float]]]) -> str:
 
 def tables(name: str, suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     """A suite's tables, and the notes below them."""
-    views: dict[str, Callable[[dict[str, Any]], tuple[list[Table], list[str]]]] = {
-        "peers": _peers, "roofline": _roofline, "round": _round,
-    }  # fmt: skip
-    return views[name](suite)
+    return {"peers": _peers, "roofline": _roofline, "round": _round}[name](suite)
 
 
 def _table(title: str, *columns: str) -> Table:

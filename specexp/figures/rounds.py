@@ -10,7 +10,17 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from specexp.figures.style import INK, PLAIN, SPECULATIVE, WIDEST, canvas, nothing, panels, title
+from specexp.figures.style import (
+    INK,
+    PLAIN,
+    SPECULATIVE,
+    WIDEST,
+    canvas,
+    key,
+    nothing,
+    panels,
+    title,
+)
 from specexp.figures.tokens import COLOURS, HATCHED, by_kind, symbols
 
 if TYPE_CHECKING:
@@ -40,8 +50,7 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
         axes.set(ylabel="accepted/drafted, a round a line", xticks=[])
         axes.invert_yaxis()
         axes.grid(False)
-        named = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-        figure.legend(named.values(), named, loc="outside lower center", ncols=len(named))
+        key(figure, axes)
         title(figure, f"One of the prompts: {output.trace.by_row[row]}")
     return figure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import chain, groupby, repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.text import Text
 
@@ -14,35 +14,30 @@ from specexp.trace import Round, Step
 if TYPE_CHECKING:
     from specexp.api import Output, Pairing
 
-STYLES = {
-    "accepted": "green",
-    "corrected": "bold yellow",
-    "bonus": "bold cyan",
-    "plain": "default",
-    "rejected": "dim strike red",
-}
-
-MARKS = {
-    "accepted": "[{}]",
-    "corrected": "<{}>",
-    "bonus": "+{}+",
-    "plain": "{}",
-    "rejected": "~{}~",
-}
-
-
 COLOURS = {
     "accepted": "#009e60", "corrected": "#e69f00", "bonus": "#2f8fd8", "plain": "#8c8c8c",
     "rejected": "#d55e00", "discarded": "#c8c8c8",
 }  # fmt: skip
 HATCHED = {"rejected": "//", "corrected": ".."}  # so that figures can be read in grey
-SHADES = {  # in HTML, behind text of the page's own colour, light or dark
-    "accepted": f"background: {COLOURS['accepted']}50",
-    "corrected": f"background: {COLOURS['corrected']}66; font-weight: bold",
-    "bonus": f"background: {COLOURS['bonus']}50; font-weight: bold; text-decoration: underline",
-    "plain": "",
-    "rejected": f"background: {COLOURS['rejected']}33; text-decoration: line-through",
-}
+
+
+class Look(NamedTuple):
+    """Of a token: in a terminal, in marks where that has no colours, and in HTML behind text of the
+    page's own colour, light or dark ({}: its colour)."""
+
+    style: str
+    mark: str
+    shade: str
+
+
+LOOKS = {
+    "accepted": Look("green", "[{}]", "background: {}50"),
+    "corrected": Look("bold yellow", "<{}>", "background: {}66; font-weight: bold"),
+    "bonus": Look("bold cyan", "+{}+",
+                  "background: {}50; font-weight: bold; text-decoration: underline"),
+    "plain": Look("default", "{}", ""),
+    "rejected": Look("dim strike red", "~{}~", "background: {}33; text-decoration: line-through"),
+}  # fmt: skip
 
 
 def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int, str]]:
@@ -119,19 +114,20 @@ def by_kind(
 
 
 def legend() -> Text:
-    return Text("  ").join(Text(kind, style) for kind, style in STYLES.items())
+    return Text("  ").join(Text(kind, look.style) for kind, look in LOOKS.items())
 
 
 def marked(text: Text) -> Text:
     """The same text with marks for its colours, for where there are none."""
-    return Text(_by_kind(text, lambda kind, part: MARKS[kind].format(part)))
+    return Text(_by_kind(text, lambda kind, part: LOOKS[kind].mark.format(part)))
 
 
 def shaded(text: Text) -> str:
     """The same text as HTML, readable on a light and on a dark page."""
 
     def span(kind: str, part: str) -> str:
-        return f'<span style="{SHADES[kind]}">{escape(part)}</span>'
+        shade = LOOKS[kind].shade.format(COLOURS[kind])
+        return f'<span style="{shade}">{escape(part)}</span>'
 
     style = "white-space: pre-wrap; font-family: monospace"
     return f'<pre style="{style}">{_by_kind(text, span, escape)}</pre>'
@@ -139,7 +135,7 @@ def shaded(text: Text) -> str:
 
 def _by_kind(text: Text, show: Callable[[str, str], str], other: Callable[[str], str] = str) -> str:
     """The parts of a text that have a kind as `show` has them, those between as `other` does."""
-    kinds = {style: kind for kind, style in STYLES.items()}
+    kinds = {look.style: kind for kind, look in LOOKS.items()}
     pieces, at = [], 0
     for span in text.spans:
         if (kind := kinds.get(str(span.style))) is not None:
@@ -173,5 +169,5 @@ def _coloured(
     text = Text()
     for kind, group in groupby(kinds, key=lambda piece: piece[1]):
         part = decoder.decode([token for token, _ in group])
-        text.append(symbols(part) if visible else part, STYLES[kind])
+        text.append(symbols(part) if visible else part, LOOKS[kind].style)
     return text

@@ -7,6 +7,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import CONTEXT, PASSES, a_pass
-from specexp.measure.one_pairing import lone_tree
+from specexp.measure.one_pairing import in_stages, lone_tree
 from specexp.measure.prompts import SHIPPED, Prompt
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import Costs
@@ -65,24 +66,14 @@ class Snapshot:
 def rounds(pairing: Pairing, prompt: str, count: int) -> list[Snapshot]:
     """The first rounds of this prompt, `count` or until it ends: those of `pairing.generate`."""
     engine, [text] = pairing.engine, pairing.encode([prompt])
-    tree = lone_tree(engine)
-    seqs = Sequences.of(
-        [text], count * len(tree), slack=engine.policy.widest, eos=engine.eos,
-        device=engine.target.device,
-    )  # fmt: skip
-    seqs = engine.begin(seqs)
+    stages = in_stages(engine, text, count * len(lone_tree(engine)), engine.eos)
     snapshots: list[Snapshot] = []
-    while len(snapshots) < count and bool(seqs.live.all()):
-        draft = engine.draft(seqs, tree)
-        seen = engine.verify(seqs, draft)
-        target_p = engine.law(seen)
-        verdict = engine.accept(draft, seen)
+    for draft, seen, verdict, step in islice(stages, count):
         drafted = [token for token in draft.tokens[0, 1:].tolist() if token >= 0]
         p, q = (
             x[0, : len(drafted) + more].double().cpu().numpy()
-            for x, more in ((target_p, 1), (cast(Tensor, draft.q), 0))
+            for x, more in ((engine.law(seen), 1), (cast(Tensor, draft.q), 0))
         )
-        [step] = engine.steps(engine.commit(seqs, draft, verdict, seen).tolist())
         new = verdict.new[0, : step.emitted].tolist()
         snapshots.append(Snapshot(text, drafted, p, q, step.accepted, new))
         text = [*text, *new]

@@ -27,9 +27,10 @@ from specexp.measure.costs import LEAD
 from specexp.measure.interleave import clock
 from specexp.measure.prompts import Prompt
 from specexp.models.int8 import by_address
+from specexp.models.lm import Forward
 from specexp.models.memory import rounded
 from specexp.policy import Load
-from specexp.sequences import Sequences
+from specexp.sequences import Draft, Sequences, Verdict
 from specexp.serving.cost_table import CALM
 from specexp.trace import Step, Trace
 from specexp.tree import Tree
@@ -82,22 +83,31 @@ def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd
     round's first emitted token and the target's own, averaged over rounds. 0 for an exact rule. One
     value a prompt, indexed by question_id. For chains only."""
     engine, means = pairing.engine, []
-    tree, room = lone_tree(engine), {"slack": engine.policy.widest, "device": engine.target.device}
     for prompt in tqdm(prompts, desc="bias", unit="prompt"):
-        ids, distances = pairing.encode([prompt.text]), list[float]()
-        seqs = engine.begin(Sequences.of(ids, max_new_tokens, **room))
-        while len(distances) < max_new_tokens and bool(seqs.live.any()):
-            draft = engine.draft(seqs, tree)
-            seen = engine.verify(seqs, draft)
-            p = engine.sampling.law(seen.logits)
-            chosen = torch.zeros_like(p[:, 0]).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
+        [ids], distances = pairing.encode([prompt.text]), list[float]()
+        for draft, seen, *_ in in_stages(engine, ids, max_new_tokens):
+            p = engine.sampling.law(seen.logits)[:, 0]
+            chosen = torch.zeros_like(p).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
             q = chosen if draft.q is None else draft.q[:, 0]
             drafted = bool((draft.tokens[:, 1] >= 0).all())
-            emitted = engine.rule.emitted(p[:, 0], q) if drafted else p[:, 0]
-            distances.append(float((emitted - p[:, 0]).abs().sum()) / 2)
-            engine.commit(seqs, draft, engine.rule(draft, p, engine.rng), seen)
+            emitted = engine.rule.emitted(p, q) if drafted else p
+            distances.append(float((emitted - p).abs().sum()) / 2)
         means.append(np.mean(distances))
     return pd.Series(means, index=[p.question_id for p in prompts], name="total_variation")
+
+
+def in_stages(
+    engine: Engine, ids: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()
+) -> Iterator[tuple[Draft, Forward, Verdict, Step]]:
+    """The rounds of one row as the engine runs them, with what their stages return."""
+    tree, room = lone_tree(engine), {"slack": engine.policy.widest, "device": engine.target.device}
+    seqs = engine.begin(Sequences.of([ids], max_new_tokens, eos=eos, **room))
+    while bool(seqs.live.all()):
+        draft = engine.draft(seqs, tree)
+        seen = engine.verify(seqs, draft)
+        verdict = engine.accept(draft, seen)
+        [step] = engine.steps(engine.commit(seqs, draft, verdict, seen).tolist())
+        yield draft, seen, verdict, step
 
 
 def _chunks(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:

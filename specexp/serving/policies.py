@@ -21,7 +21,7 @@ from specexp.tree import MOST, Tree
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Policy):
     """entries: pairs (rows, gamma), rising; from that many rows on, gamma tokens are drafted."""
 
     entries: tuple[tuple[int, int], ...]
@@ -34,12 +34,9 @@ class Table:
         at = bisect_right(self.entries, (load.rows, math.inf)) - 1
         return Plan(Tree.chain(self.entries[at][1] if at >= 0 else 0))
 
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        pass
-
 
 @dataclass
-class InTurn:
+class InTurn(Policy):
     """Drafts gamma tokens for all rows, for half of them and for none, by turns: all that a server
     can be asked to do. For checks, not for speed."""
 
@@ -54,9 +51,6 @@ class InTurn:
         self.rounds += 1
         some = (load.rows, load.rows // 2, 0)[(self.rounds - 1) % 3]
         return Plan(Tree.chain(self.gamma), (self.gamma,) * some + (0,) * (load.rows - some))
-
-    def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        pass
 
 
 @dataclass

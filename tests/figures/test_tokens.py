@@ -26,7 +26,7 @@ def test_by_round_colours_every_kind_of_token():
     steps = rounds(Step(0, 3, 1, 2, (1, 2, 3)), Step(0, 3, 3, 4, (5, 6, 7)))
     text = tokens.by_round(PAIRING, steps, [1, 9, 5, 6, 7, 8])
     assert text.plain.splitlines() == ["  1  1/3  1 9 2 3 ", "  2  3/3  5 6 7 8 "]
-    kinds = {style: kind for kind, style in tokens.STYLES.items()}
+    kinds = {look.style: kind for kind, look in tokens.LOOKS.items()}
     assert [(part, kinds[style]) for part, style in styled(text) if style in kinds] == [
         ("1", "accepted"), ("9", "corrected"), ("2 3", "rejected"), ("5 6 7", "accepted"),
         ("8", "bonus"),

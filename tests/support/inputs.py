@@ -335,12 +335,12 @@ def vote(dice: Dice) -> Case:
 def table(dice: Dice) -> tuple[Table, slice, Tensor]:
     """A table in which tokens share places, some of its rows, and tokens of which some are none."""
     B, first, V = dice.randint(1, 4), dice.randint(0, 2), dice.choice([3, 6, 12])
-    shape = dice.choice([(4,), (3, 2)])
-    notes = Table(first + B, V, shape, dice.device, dice.choice([2, V]))
+    k = dice.choice([4, 6])
+    notes = Table(first + B, V, k, dice.device, dice.choice([2, V]))
     rows = slice(first, first + B)
     for _ in range(dice.randint(0, 2)):
         some = dice.whole(-1, V, B, 5)
-        notes.write(rows, some, dice.whole(-1, V, *some.shape, *shape))
+        notes.write(rows, some, dice.whole(-1, V, *some.shape, k))
     tokens = dice.whole(-1, V + 2, B, 6)
     return notes, rows, tokens[:, ::2] if dice.often() else tokens
 

@@ -281,7 +281,7 @@ def recall(self: recycle.Table, rows: slice, tokens: Tensor) -> Tensor:
     owner, notes = (x[rows] for x in self.state)
     if not integers(owner, notes) or not strided(tokens) or len(tokens) != len(owner):
         return NotImplemented
-    copies = torch.empty(*tokens.shape, *notes.shape[2:], dtype=torch.int64)
+    copies = torch.empty(*tokens.shape, notes.shape[2], dtype=torch.int64)
     shape = *tokens.shape, self.places, notes.stride(1), *tokens.stride()
     build.functions().recall(*shape, tokens, owner, notes, copies)
     return copies
