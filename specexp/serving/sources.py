@@ -1,40 +1,37 @@
 """Where requests come from, and the loop that serves them: an open load or a closed loop."""
 
+from __future__ import annotations
+
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from specexp.errors import UserError
 from specexp.serving.requests import Request, Response, ServerStep
 from specexp.serving.server import Server
 
 
+@dataclass(frozen=True)
 class Source:
     """Requests that arrive at their own times, however many are unfinished; or, in a closed loop of
     `concurrency` streams, as soon as one is done. `again`: the first follows the last, for ever."""
 
-    def __init__(
-        self, requests: Iterable[Request], concurrency: int | None = None, again: bool = False
-    ) -> None:
-        if concurrency is not None and concurrency < 1:
-            raise UserError(f"concurrency is {concurrency}; a closed loop needs 1 stream or more")
-        self.concurrency, self.again = concurrency, again
-        timed = sorted(requests, key=lambda r: r.at_s) if concurrency is None else requests
-        self.requests = deque(timed)
+    requests: Sequence[Request]
+    concurrency: int | None = None
+    again: bool = False
 
-    def due(self, now: float, open_: int) -> list[tuple[float, Request]]:
-        """Requests that have arrived by now, with their times, while `open_` are unfinished."""
-        due: list[tuple[float, Request]] = []
-        while self.requests and (
-            self.requests[0].at_s <= now
-            if self.concurrency is None
-            else open_ + len(due) < self.concurrency
-        ):
-            request = self.requests.popleft()
-            due.append((request.at_s if self.concurrency is None else now, request))
-            if self.again:
-                self.requests.append(request)
-        return due
+    def __post_init__(self) -> None:
+        if self.concurrency is not None and self.concurrency < 1:
+            raise UserError(
+                f"concurrency is {self.concurrency}; a closed loop needs 1 stream or more"
+            )
+
+    def as_served(self, responses: Iterable[Response]) -> Source:
+        """The same requests with outputs as long as these, which may have ended before their
+        limits."""
+        written = {a.request.stream: max(1, len(a.tokens)) for a in responses}
+        cut = (replace(r, new=written.get(r.stream, r.new)) for r in self.requests)
+        return replace(self, requests=tuple(cut))
 
 
 @dataclass
@@ -45,21 +42,38 @@ class Run:
     source: Source
     responses: list[Response] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        requests, timed = self.source.requests, self.source.concurrency is None
+        self.coming = deque(sorted(requests, key=lambda r: r.at_s) if timed else requests)
+
     @property
     def steps(self) -> list[ServerStep]:
         return self.server.steps
 
+    def _due(self) -> list[tuple[float, Request]]:
+        """Requests that have arrived by now, with their times."""
+        now, open_, streams = self.server.now, self.server.open, self.source.concurrency
+        due: list[tuple[float, Request]] = []
+        while self.coming and (
+            self.coming[0].at_s <= now if streams is None else open_ + len(due) < streams
+        ):
+            request = self.coming.popleft()
+            due.append((request.at_s if streams is None else now, request))
+            if self.source.again:
+                self.coming.append(request)
+        return due
+
     def advance(self) -> bool:
         """Submit what has arrived and make one step, or wait for an arrival; False when all
         requests are over."""
-        server, source = self.server, self.source
-        for came_s, request in source.due(server.now, server.open):
+        server = self.server
+        for came_s, request in self._due():
             self.responses.append(server.submit(request, came_s))
         if server.step():
             return True
-        if source.requests and source.concurrency is None:
-            server.rows.wait(server.started + source.requests[0].at_s)
-        return bool(source.requests)
+        if self.coming and self.source.concurrency is None:
+            server.rows.wait(server.started + self.coming[0].at_s)
+        return bool(self.coming)
 
 
 def serve(server: Server, source: Source) -> list[Response]:

@@ -210,7 +210,7 @@ def test_steps_table_keeps_order_by_policy():
 def test_closed_loop_repeats_mixed_prompts():
     offered = under_load.traffic(LETTERS, PROMPTS, "closed:2", 5, 20)
     assert offered.concurrency == 2
-    assert offered.source().concurrency == 2
+    assert offered.concurrency == 2
     assert [r.kind for r in offered.requests] == ["code", "messy", "code", "code", "messy"]
     assert "".join(map(chr, offered.requests[3].prompt)) == "def mean(values):"
     assert [r.stream for r in offered.requests] == list(range(5))
@@ -221,7 +221,7 @@ def test_open_traffic_keeps_times_and_prompts():
     offered = under_load.traffic(LETTERS, PROMPTS, "poisson:4", 6, 20, seed=1)
     times = [r.at_s for r in offered.requests]
     assert offered.concurrency is None
-    assert offered.source().concurrency is None
+    assert offered.concurrency is None
     assert times == sorted(times)
     assert len(set(times)) == 6
     assert {r.new for r in offered.requests} == {20}

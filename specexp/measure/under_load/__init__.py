@@ -5,7 +5,7 @@ work, by turns on one machine. `served`: what their steps and responses say. `si
 servers on the cost table instead of the models. Notebooks read all of it from here.
 """
 
-from specexp.measure.under_load.offered import Traffic, requests, slots_for, staggered, traffic
+from specexp.measure.under_load.offered import requests, slots_for, staggered, traffic
 from specexp.measure.under_load.races import (
     bake_off,
     certify_served,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from specexp.api import Pairing
 from specexp.measure.prompts import Prompt, in_turns
 from specexp.serving import arrivals
-from specexp.serving.requests import Request, Response
+from specexp.serving.requests import Request
 from specexp.serving.sources import Source
 
 
@@ -33,40 +33,20 @@ def staggered(offered: Sequence[Request], count: int) -> list[Request]:
     return [*first, *offered[count:]]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Requests and their arrival: in a closed loop of `concurrency` streams, or, if that is None,
-    at their own times."""
-
-    requests: tuple[Request, ...]
-    concurrency: int | None = None
-
-    def source(self) -> Source:
-        """A new source of these requests."""
-        return Source(self.requests, self.concurrency)
-
-    def as_served(self, responses: Iterable[Response]) -> Traffic:
-        """The same traffic with outputs as long as these, which may have ended before their
-        limits."""
-        written = {a.request.stream: max(1, len(a.tokens)) for a in responses}
-        cut = (replace(r, new=written.get(r.stream, r.new)) for r in self.requests)
-        return replace(self, requests=tuple(cut))
-
-
 def traffic(
     pairing: Pairing, prompts: Sequence[Prompt], load: str, count: int, max_new_tokens: int,
     seed: int = 0,
-) -> Traffic:  # fmt: skip
+) -> Source:  # fmt: skip
     """The load of that name (see `arrivals.parse`) with these prompts, `max_new_tokens` of output
     each. A trace's lengths shorten both. Raises UserError for a load that is not one."""
     arriving = arrivals.parse(load, count, seed)
     if isinstance(arriving, arrivals.Closed):
         repeated = requests(pairing, prompts, count, max_new_tokens)
-        return Traffic(tuple(repeated), arriving.concurrency)
+        return Source(repeated, arriving.concurrency)
     whole = requests(pairing, prompts, len(arriving), max_new_tokens)
     traced = load.startswith("trace:")
     columns = (column.tolist() for column in (arriving.at_s, arriving.prompt, arriving.output))
-    return Traffic(tuple(
+    return Source(tuple(
         replace(r, at_s=at, prompt=r.prompt[:prompt], new=min(output, r.new)) if traced
         else replace(r, at_s=at)
         for r, at, prompt, output in zip(whole, *columns, strict=True)

@@ -19,7 +19,7 @@ from specexp.errors import UserError
 from specexp.measure import break_even
 from specexp.measure.exactness import Exactness, compare, watched
 from specexp.measure.prompts import Prompt
-from specexp.measure.under_load.offered import Traffic, requests, slots_for, staggered
+from specexp.measure.under_load.offered import requests, slots_for, staggered
 from specexp.measure.under_load.served import sums
 from specexp.policy import Policy
 from specexp.serving import policies
@@ -142,7 +142,7 @@ def bake_off(
 
 
 def open_race(
-    pairing: Pairing, names: Sequence[str], costs: Costs | None, offered: Traffic, rows: int,
+    pairing: Pairing, names: Sequence[str], costs: Costs | None, offered: Source, rows: int,
     chunk: int = 512, queue: int = 1024, slice_s: float = 0.5,
 ) -> dict[str, Run]:  # fmt: skip
     """The same traffic under every policy. Servers take turns of `slice_s` seconds of their own
@@ -159,7 +159,7 @@ def open_race(
             serve(Server(bank, another, chunk, queue=rows), Source(filling))
     _alike(banks)
     servers = {n: Server(banks[n], chosen[n], chunk, queue) for n in names}
-    runs = {n: Run(servers[n], offered.source()) for n in names}
+    runs = {n: Run(servers[n], offered) for n in names}
     going, turn = list(names), 0
     with tqdm(total=len(arriving) * len(names), desc="serving", unit="request", delay=1) as bar:
         while going:

@@ -6,14 +6,14 @@ import numpy as np
 import pandas as pd
 
 from specexp.measure.summaries import drafted_share, pooled
-from specexp.measure.under_load.offered import Traffic, slots_for
+from specexp.measure.under_load.offered import slots_for
 from specexp.measure.under_load.races import overhead_s
 from specexp.measure.under_load.served import served_metrics, sums
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
-from specexp.serving.sources import Run
+from specexp.serving.sources import Run, Source
 
 COMPARED = {
     "throughput/tok_s": "tokens/s", "latency/ttft_p95_ms": "TTFT p95 (ms)",
@@ -23,7 +23,7 @@ LOGGED = ("throughput", "ttft_p95", "tpot_p95", "e2e_p95")  # the same figures, 
 
 
 def simulate(
-    costs: Costs, accepted: pd.DataFrame, names: Sequence[str], offered: Traffic, rows: int,
+    costs: Costs, accepted: pd.DataFrame, names: Sequence[str], offered: Source, rows: int,
     overhead_s: float = 0.0, pace: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Run]:  # fmt: skip
     """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
@@ -43,14 +43,14 @@ def simulate(
             costs.scaled(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
             overhead_s=overhead_s, filled=lambda stream: alike[stream][1],
         )  # fmt: skip
-        runs[name] = Run(Server(rows_of_server, chosen), offered.source())
+        runs[name] = Run(Server(rows_of_server, chosen), offered)
         while runs[name].advance():
             pass
     return runs
 
 
 def simulated(
-    costs: Costs, accepted: pd.DataFrame, real: dict[str, Run], offered: Traffic, rows: int
+    costs: Costs, accepted: pd.DataFrame, real: dict[str, Run], offered: Source, rows: int
 ) -> tuple[dict[str, Run], tuple[float, float]]:
     """SIMULATED: the same runs by `simulate`, on a machine as fast as the real one was during them,
     and the two factors on the table's times that this takes. They are fitted so that the steps with
