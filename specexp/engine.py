@@ -26,12 +26,11 @@ from specexp.models.servable import context
 from specexp.ops import op
 from specexp.policy import Fixed, Load, Plan, Policy
 from specexp.recording import Recorder, Reports, recorder_for
-from specexp.report import round_report, steps
 from specexp.rows import Rows
 from specexp.rules import Match, Rule
 from specexp.sampling import Certain, Sampling
-from specexp.sequences import Draft, Sequences, Verdict
-from specexp.trace import Round, Step, Trace
+from specexp.sequences import Draft, Sequences, Verdict, round_report
+from specexp.trace import Round, Step, Trace, steps
 from specexp.tree import Tree
 
 T = TypeVar("T")
@@ -82,6 +81,7 @@ class Engine:
         self.rng, self.clock = sampling.rng(seed, rule.looks_ahead), clock
         self.recorder = recorder_for(target) if recorder is None else recorder
         self.rows = Rows(target, drafter, self.recorder)
+        self.models = self.rows.models
 
     @classmethod
     def of(cls, other: Engine, **changes: Any) -> Self:
@@ -93,7 +93,7 @@ class Engine:
 
     @torch.inference_mode()
     def round(self, seqs: Sequences, tree: Tree) -> Tensor:
-        """One round for every row. Returns its report (report.py), int64 [B, columns]."""
+        """One round for every row. Returns its report (`round_report`), int64 [B, columns]."""
         draft = self.stage("draft", self.draft, seqs, tree)
         seen = self.stage("verify", self.verify, seqs, draft)
         verdict = self.stage("accept", self.accept, draft, seen)
@@ -143,10 +143,6 @@ class Engine:
         return self.clock is None and not self.drafter.on_host
 
     # rounds of a batch
-
-    @property
-    def models(self) -> tuple[LM, ...]:
-        return self.rows.models
 
     def plain(self) -> Engine:
         """Ordinary decoding with the same target, sampling and noise: the baseline."""

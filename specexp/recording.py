@@ -24,7 +24,7 @@ T = TypeVar("T")
 DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 TO_HOST = {"item", "is_nonzero", "allclose", "lift_fresh", "resolve_conj", "resolve_neg", "isin"}
 Reports: TypeAlias = list[tuple[list[list[int]], float]]
-"""What rounds reported (report.py), each with the time at which the host had it."""
+"""What rounds reported (`round_report`), each with the time at which the host had it."""
 
 
 class Recorder:

@@ -22,12 +22,9 @@ class Rows:
 
     def __init__(self, target: LM, drafter: Drafter, recorder: Recorder) -> None:
         self.target, self.drafter, self.recorder = target, drafter, recorder
+        self.models: tuple[LM, ...] = (target, *drafter.models)
         self.seqs = Sequences.empty(0, 0)
         self.owner: tuple[object, ...] = ()  # what `seqs` was made for
-
-    @property
-    def models(self) -> tuple[LM, ...]:
-        return (self.target, *self.drafter.models)
 
     @torch.inference_mode()
     def allocate(self, B: int, S: int, room: int = 1) -> None:

@@ -230,6 +230,17 @@ class Sequences:
 
 
 @op
+def round_report(counts: Tensor, tokens: Tensor, faults: Sequence[Tensor]) -> Tensor:
+    """What a round of B rows tells the host, int64 [B, 3 + models + N - 1].
+
+    Columns: counts [B, 3] (see `Sequences.commit`); for each model, whether its fault [B] is not 0;
+    the draft tokens of tokens [B, N], without the root.
+    """
+    broken = [fault[:, None] != 0 for fault in faults]
+    return torch.cat([counts, *broken, tokens[:, 1:]], 1)
+
+
+@op
 def columns(*parts: Tensor) -> Tensor:
     """Side by side: parts [B, n], which may be strided views."""
     return torch.cat(parts, 1)

@@ -8,7 +8,7 @@ names; data/GLOSSARY.md says what each of them calls these numbers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,21 @@ class Step(NamedTuple):
     draft: tuple[int, ...] = ()
     done: bool = False
     broken: str | None = None
+
+
+def steps(rows: Sequence[Sequence[int]], why: Sequence[Callable[[int], str]]) -> list[Step]:
+    """The live rows of a round's report (`sequences.round_report`) as lists. `why`: for each model,
+    what its fault in a row means."""
+    live_rows = []
+    for number, (accepted, emitted, live, *rest) in enumerate(rows):
+        if emitted:  # rows that are done emit nothing
+            faults, tokens = rest[: len(why)], rest[len(why) :]
+            broken = why[faults.index(1)](number) if 1 in faults else None
+            drafted = len(tokens) - tokens.count(-1)
+            live_rows.append(
+                Step(number, drafted, accepted, emitted, tuple(tokens), not live, broken)
+            )
+    return live_rows
 
 
 class Round(NamedTuple):

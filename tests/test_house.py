@@ -44,7 +44,7 @@ NOTEBOOKS = {name(path): path for path in tracked("notebooks/*.ipynb")}
 # rooms, and files of the top level, from the ground up: each imports only from floors below its own
 FLOORS = [
     {"errors", "terminal", "objects", "tree", "theory", "trace", "policy", "ops", "fitting"},
-    {"sampling", "sequences", "rules", "growth", "report"},
+    {"sampling", "sequences", "rules", "growth"},
     {"models"},
     {"drafters", "recording"},
     {"rows"},

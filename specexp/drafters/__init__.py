@@ -61,6 +61,7 @@ class Drafter(ABC):
     models: tuple[LM, ...] = ()
     reads: bool = False
     context: int = 1 << 30
+    state: tuple[Tensor, ...] = ()
     on_host: bool = False
 
     def __init_subclass__(cls) -> None:
@@ -89,10 +90,6 @@ class Drafter(ABC):
 
     @property
     def shaped_by(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
         return ()
 
     def allocate(self, B: int, S: int) -> None:

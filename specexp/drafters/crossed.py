@@ -87,11 +87,8 @@ class Crossed(Drafter):
         self.longest, self.most = 2 * S, 1
         self.texts = Sequences.empty(B, _SLOTS * S, device=self.lm.device)
         self.covered = torch.ones(B, dtype=torch.int64, device=self.lm.device)
+        self.state = (self.texts.tokens, self.texts.length, self.covered)
         self.lm.allocate(B, _SLOTS * S)
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        return (self.texts.tokens, self.texts.length, self.covered)
 
     @property
     def shaped_by(self) -> tuple[int, ...]:

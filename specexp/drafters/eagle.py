@@ -38,10 +38,7 @@ class EagleLayer(Drafter):
         self.lm.allocate(B, S)
         width = self.net.config.hidden_size
         self.features = torch.zeros(B, S, width, dtype=self.lm.dtype, device=self.lm.device)
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        return (self.features,)
+        self.state = (self.features,)
 
     @property
     def shaped_by(self) -> tuple[int, ...]:

@@ -30,10 +30,7 @@ class MedusaHeads(Drafter):
 
     def allocate(self, B: int, S: int) -> None:
         self.last = torch.zeros(B, 1, self.width, dtype=self.dtype, device=self.device)
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        return (self.last,)
+        self.state = (self.last,)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         """Keep the state before the root: zeros for a one-token prompt, which has none."""

@@ -40,10 +40,7 @@ class Planted(Drafter):
         self.worker.allocate(B, S)
         self.future = torch.zeros(B, S, dtype=torch.int64, device=self.target.device)
         self.salt = torch.zeros(B, 1, dtype=torch.int64, device=self.target.device)
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        return (self.future, self.salt, *self.worker.state)
+        self.state = (self.future, self.salt, *self.worker.state)
 
     @property
     def shaped_by(self) -> tuple[int, ...]:

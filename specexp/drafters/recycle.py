@@ -31,10 +31,7 @@ class Table:
         # the last place takes writes for padding
         self.owner = torch.full((B, self.places + 1), -1, device=device)
         self.notes = torch.full((B, self.places + 1, k), -1, device=device)
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        return (self.owner, self.notes)
+        self.state = (self.owner, self.notes)
 
     def clear(self, rows: slice) -> None:
         for part in self.state:
@@ -77,10 +74,7 @@ class Recycle(Drafter):
 
     def allocate(self, B: int, S: int) -> None:
         self.table = Table(B, self.vocab, self.k, self.device)
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        return self.table.state
+        self.state = self.table.state
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         self.table.clear(seqs.rows)

@@ -16,7 +16,7 @@ from support import architectures
 from support.oracle import explore, gap, surprise, warp
 from support.toys import PROCESSED, processed_toy, texts, toy_engine
 
-from specexp import growth, ops, report, rules
+from specexp import growth, ops, rules, trace
 from specexp import tree as trees
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
@@ -547,7 +547,7 @@ MUTANTS = [
             "torch.stack([self.categorical(w, keys + i, TOKEN) for i in range(k)], -1)"},
            "addresses"),
     # What is reported
-    Mutant("done rows counted", report, "steps", {"if emitted:": "if True:"}, "counts"),
+    Mutant("done rows counted", trace, "steps", {"if emitted:": "if True:"}, "counts"),
     Mutant("bonus not counted", Acceptance, "of", {"s.accepted + 1": "s.accepted"}, "counts"),
     Mutant("emitted before the cut", *commit,
            {"[verdict.n, emitted,": "[verdict.n, verdict.n + 1,"}, "counts"),

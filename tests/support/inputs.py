@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexp import engine, ops, report, rules, sampling, sequences
+from specexp import engine, ops, rules, sampling, sequences
 from specexp.drafters.ngram import NGram
 from specexp.drafters.recycle import Table
 from specexp.drafters.suffix import Suffix
@@ -486,7 +486,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     Sequences.commit: commit,
     sequences.columns: columns,
     sequences.until: until,
-    report.round_report: round_report,
+    sequences.round_report: round_report,
     rules.follow: follow,
     Reject.__call__: reject,
     Block.__call__: block,

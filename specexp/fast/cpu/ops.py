@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from specexp import ops, report, rules, sampling, sequences
+from specexp import ops, rules, sampling, sequences
 from specexp.drafters import ngram, recycle, suffix
 from specexp.fast import cpu_replays, fused, fused_eagle, huge_pages
 from specexp.fast.cpu import build
@@ -185,7 +185,7 @@ def until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
     return cut
 
 
-@compiled(report.round_report)
+@compiled(sequences.round_report)
 def round_report(counts: Tensor, tokens: Tensor, faults: Sequence[Tensor]) -> Tensor:
     if not integers(counts, tokens) or not floats(*faults):
         return NotImplemented
