@@ -20,9 +20,7 @@ from support.simulated_loads import (
 
 from specexp.policy import Plan, Stream
 from specexp.serving.cost_table import CALM
-from specexp.serving.goodput import GAMMAS, Goodput
-from specexp.serving.goodput.choice import Choice
-from specexp.serving.goodput.prices import LONG, Slowdown
+from specexp.serving.goodput import GAMMAS, LONG, Choice, Goodput, Slowdown
 from specexp.trace import Step
 from specexp.tree import Tree
 

@@ -4,10 +4,7 @@ import numpy as np
 
 from specexp.policy import Load, Plan, Stream
 from specexp.serving.cost_table import Costs
-from specexp.serving.goodput import GAMMAS, Goodput
-from specexp.serving.goodput.acceptance import Acceptance
-from specexp.serving.goodput.choice import Choice
-from specexp.serving.goodput.prices import Prices
+from specexp.serving.goodput import GAMMAS, Acceptance, Choice, Goodput, Prices
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
