@@ -31,7 +31,6 @@ from specexp.names import Facts
 from specexp.policy import Fixed, Policy
 from specexp.rules import Rule
 from specexp.trace import Acceptance
-from specexp.tree import Tree
 
 if TYPE_CHECKING:
     from specexp.measure.comparison import Comparison
@@ -307,22 +306,16 @@ def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
     if request.own is not None:
         checked.drafter(drafter, model)
     stops = generation.stops(names.generation_of(o["target"]), names.name_of(o["target"]))
-    engine = Engine(
-        model, drafter, _policy(o["policy"], request.tree, prepared.deepest), request.sampling,
-        rule, o["seed"], stops,
-    )  # fmt: skip
+    policy: Policy = Fixed(request.tree)
+    if o["policy"] is not None:
+        from specexp.serving import policies  # which know of requests under load
+
+        policy = policies.of(o["policy"], None, prepared.deepest)
+    engine = Engine(model, drafter, policy, request.sampling, rule, o["seed"], stops)
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
     name = names.resolve_drafter(o["target"], o["drafter"]) if named else drafter.name
     return Pairing(engine, tokenizer, brief(name), name, o, prepared.deepest)
-
-
-def _policy(policy: Any, tree: Tree, deepest: int) -> Policy:
-    if policy is None:
-        return Fixed(tree)
-    from specexp.serving import policies  # which know of requests under load
-
-    return policies.of(policy, None, deepest)
 
 
 def usual_gamma(options: dict[str, Any], facts: Facts | None = None) -> int:

@@ -61,11 +61,6 @@ class Table:
         return torch.where(tokens < 0, self.places, tokens % self.places)
 
 
-def in_vocabulary(tokens: Tensor, vocab: int) -> Tensor:
-    """tokens with -1 in place of ids from `vocab` on, which may occur in a prompt."""
-    return torch.where(tokens < vocab, tokens, -1)
-
-
 class Recycle(Drafter):
     name = "recycle"
 
@@ -79,8 +74,9 @@ class Recycle(Drafter):
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         self.table.clear(seqs.rows)
         place = torch.arange(1, seqs.tokens.shape[1], device=self.device)
-        followed = torch.full((*seqs.tokens[:, 1:].shape, self.k), -1, device=self.device)
-        followed[..., 0] = in_vocabulary(seqs.tokens[:, 1:], self.vocab)
+        following = seqs.tokens[:, 1:]
+        followed = torch.full((*following.shape, self.k), -1, device=self.device)
+        followed[..., 0] = torch.where(following < self.vocab, following, -1)  # a prompt may exceed
         tokens = torch.where(place < seqs.length[:, None], seqs.tokens[:, :-1], -1)
         self.table.write(seqs.rows, tokens, followed)
 

@@ -43,17 +43,12 @@ def subject(text: str) -> str:
 
 def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Colour and symbol of each name, as arguments of `Axes.plot`."""
-    names = list(names)
+    looks = {}
     for name in names:
-        _order.setdefault(name, len(_order))
-    return {name: _mark(name) for name in names}
-
-
-def _mark(name: str) -> dict[str, Any]:
-    if name in ("plain", "never"):
-        return {"color": PLAIN if name == "plain" else INK, "marker": "x"}
-    at = _order[name]
-    return {"color": COLOURS[at % len(COLOURS)], "marker": SYMBOLS[at % len(SYMBOLS)]}
+        at = _order.setdefault(name, len(_order))
+        looks[name] = {"color": COLOURS[at % len(COLOURS)], "marker": SYMBOLS[at % len(SYMBOLS)]}
+    own = {"plain": {"color": PLAIN, "marker": "x"}, "never": {"color": INK, "marker": "x"}}
+    return looks | {name: look for name, look in own.items() if name in looks}
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import starmap
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -69,8 +68,8 @@ def take(
                     turns[arm].append(Turn(took, result))
                 bar.update()
             if number > 0 and len(arms) <= FEW:
-                medians = ", ".join(starmap(_so_far, turns.items()))
-                bar.set_postfix_str(f"ms: {medians}", refresh=False)
+                so_far = (f"{_name(a)} {1e3 * median_s(each):,.2f}" for a, each in turns.items())
+                bar.set_postfix_str(f"ms: {', '.join(so_far)}", refresh=False)
     return turns
 
 
@@ -80,11 +79,6 @@ def _telling(turns: Mapping[Any, Sequence[Turn]]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as e:
         raise KeyboardInterrupt({_name(arm): seconds(each) for arm, each in turns.items()}) from e
-
-
-def _so_far(arm: Any, turns: Sequence[Turn]) -> str:
-    """ours draft 420.00"""
-    return f"{_name(arm)} {1e3 * median_s(turns):,.2f}"
 
 
 def _name(arm: Any) -> str:

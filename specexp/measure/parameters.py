@@ -81,9 +81,8 @@ def _arrivals(name: str, value: Any) -> None:
 
 
 def _swing(name: str, value: Any) -> None:
-    from specexp.serving import arrivals
-
-    arrivals.check_swing(value)
+    if not 0 <= value <= 1:
+        raise UserError(f"swing is {value}; it is a share of the mean rate, from 0 to 1")
 
 
 def _dtype(name: str, value: Any) -> None:

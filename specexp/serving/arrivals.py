@@ -65,12 +65,6 @@ def bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float = 1.0
     return Arrivals(at_s, *lengths.draw(count, rng))
 
 
-def check_swing(swing: float) -> None:
-    """Raises UserError for a swing with which the rate would be negative."""
-    if not 0 <= swing <= 1:
-        raise UserError(f"swing is {swing}; it is a share of the mean rate, from 0 to 1")
-
-
 def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8) -> Arrivals:
     """A day of `count` requests, count / rate seconds long, whose arrival rate swings around its
     mean `rate` a second by the share `swing`, as a cosine that is lowest at the start and the end.
