@@ -43,7 +43,6 @@ def cost_curves(costs: Costs, context: float | None = None) -> Figure:
                 axes.axvline(max(1, knee), color=style.PREDICTED, lw=1, ls=":")
             style.batch_axis(axes, [2**i for i in range(int(math.log2(n.max())) + 1)])
             axes.set(xlabel="tokens in the pass (batch × tokens a row)", xlim=(0.9, 1.2 * n.max()))
-        style.key(figure, left)
         style.title(figure,
               f"{costs.about['target']}{doubt(costs)}: {floor_ends(costs, context)} "
               f"({costs.about['device']}, {costs.about['dtype']})",
@@ -126,7 +125,6 @@ def speedup_map(
             axes.errorbar(at, rows, xerr=np.clip([at - low, high - at], 0, None), fmt="k|",
                           markersize=12, markeredgewidth=2, capsize=4, clip_on=False,
                           label="break-even batch, with its interval; [measured]")  # fmt: skip
-        style.key(figure, every[-1])
         style.title(figure, paying(costs, samples, contexts[0]))
     return figure
 

@@ -6,7 +6,7 @@ from matplotlib.ticker import MaxNLocator
 
 from specexp.errors import counted
 from specexp.figures.break_even import doubt
-from specexp.figures.style import INK, batch_axis, canvas, key, panels, title
+from specexp.figures.style import INK, batch_axis, canvas, panels, title
 from specexp.figures.under_load import LOAD_AWARE, lines
 from specexp.measure.under_load.fleet import HOURS, Setting, saved
 
@@ -30,7 +30,6 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
         shown = table[table["policy"].isin(names) & (table["streams"] <= most)]
         right.set(ylabel="ms per token of a stream",
                   ylim=(0, min(shown["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
-        key(figure, right)
         title(figure, f"SIMULATED replica{doubt(setting.costs)}: {_paying(table)}", bare="computed")
     return figure
 
@@ -76,7 +75,6 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
         rate.plot(first["hour"] + 0.5, first["rate"], color=INK, lw=1, ls=":")
         rate.set(ylabel="requests/s (dotted)", ylim=(0, None))
         rate.grid(False)
-        key(figure, axes)
         title(figure, f"SIMULATED day: {_saving(hours)}")
     return figure
 

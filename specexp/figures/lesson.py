@@ -73,7 +73,6 @@ def overlap_bars(table: pd.DataFrame) -> Figure:
                 axes.text(at + dx, height, "q" if dx < 0 else "p", ha="center", va="bottom")
         _tokens(axes, table)
         axes.set(ylabel="probability of the next token")
-        style.key(figure, axes)
         style.title(figure, f"A draft token is accepted with probability Σ min(p, q) = "
                             f"{alpha:.0%}; the residual sums to the other {1 - alpha:.0%}"
         )  # fmt: skip
@@ -108,7 +107,6 @@ def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figu
                           capsize=3, label=label)  # fmt: skip
         _tokens(axes, table)
         axes.set(ylabel=f"share of {n:,} first tokens")
-        style.key(figure, axes)
         ours, theirs = fit(draws["emitted"], p), fit(draws["drafted"], p)
         emitted = "follow" if ours > LEAST else "do NOT follow"
         drafted = "do too" if theirs > LEAST else "do not"
@@ -122,10 +120,9 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
     drafts, last = costs[costs["gamma"] > 0], passes.iloc[-1]
     drafting = drafts["draft_s"] / step_s(costs)
     with style.panels(2, 5.25, 4.2) as (figure, (left, right)):
-        _curve(left, passes)
+        _curve(left, passes, "one pass")
         left.plot(passes["tokens"], passes["tokens"], ":", color=style.PLAIN,
                   label="as many passes of one token")  # fmt: skip
-        style.key(figure, left)
         right.plot(drafts["gamma"], drafting, "o-", color=style.PREDICTED)
         right.set(xlabel="draft length γ", ylabel="plain steps", ylim=(0, None))
         right.set_xticks(drafts["gamma"])
@@ -137,9 +134,9 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
     return figure
 
 
-def _curve(axes: Axes, passes: pd.DataFrame) -> None:
+def _curve(axes: Axes, passes: pd.DataFrame, label: str | None = None) -> None:
     look = {"color": style.SPECULATIVE, "marker": "o"}
-    style.points(axes, passes, "tokens", "times", label="one pass", **look)
+    style.points(axes, passes, "tokens", "times", label=label, **look)
     style.batch_axis(axes, passes["tokens"])
     axes.set(xlabel="tokens in the pass", ylabel="time, pass over one token = 1")
     axes.set_yscale("log", base=2)
@@ -163,7 +160,6 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
         left.legend()
         tried = f"γ = {', '.join(map(str, pays))}" if len(pays) else "no γ tried"
         left.set_title(f"Predicted to pay at {tried}")
-        style.key(figure, right)
     return figure
 
 
@@ -209,7 +205,6 @@ def pays(
                 axes.plot(gammas, values[alpha, batch], label=f"α = {alpha:g}", **look)
             axes.set(xlabel="draft length γ", xticks=gammas, ylim=(0, 2.5), title=f"batch {batch}")
         figure.supylabel("predicted speedup")
-        style.key(figure, every[0])
         most = max(alphas)
         pay = [str(b) for b in batches if max(values[most, b]) > 1]
         best = max(max(values[most, b]) for b in batches)

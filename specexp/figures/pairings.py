@@ -104,7 +104,6 @@ def by_position(samples: pd.DataFrame) -> Figure:
             axes.set(title=name, xlabel="position in the draft", xticks=range(1, gamma + 1))
         both[0].set(ylabel="probability of acceptance", ylim=(0, 1.02))
         style.per_cent(both[0])
-        style.key(figure, both[0])
         main = samples[samples["pairing"] == first]
         reached = summaries.positions(main)
         style.title(figure,
@@ -127,7 +126,6 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
         axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02),
                  xticks=sorted(set(rates["temperature"])))  # fmt: skip
         style.per_cent(axes)
-        style.key(figure, axes)
         main = rates[rates["pairing"] == first]
         cold, hot = main.iloc[0], main.iloc[-1]
         style.title(figure,
@@ -179,7 +177,6 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
                  ylabel="tokens a target pass",
                  xlim=(-0.02, max(0.1, table["bias_high"].max() * 1.05)))  # fmt: skip
         style.per_cent(axes, "x")
-        style.key(figure, axes)
         worst = table.loc[table["bias"].where(lossy, -1).idxmax()]
         value = worst[["bias", "bias_low", "bias_high"]].set_axis(["value", "low", "high"])
         style.title(figure,
@@ -261,7 +258,6 @@ def round_costs(costs: pd.DataFrame) -> Figure:
         axes.grid(axis="y", visible=False)
         axes.axvline(1, color=style.PLAIN, lw=1.5)
         axes.set(xlabel=f"plain steps (of {step * 1e3:.1f} ms)")
-        style.key(figure, axes)
         draft, check = parts["draft"], parts["verify"]
         if by == "arm":
             dearest, slowest = costs["arm"][draft.idxmax()], costs["arm"][check.idxmax()]
@@ -279,7 +275,6 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     """Speedup over draft length: `summaries.speedups(by="gamma")` against `summaries.predicted`."""
     with style.canvas() as (figure, axes):
         style.title(figure, gamma_panel(axes, measured, predicted))
-        style.key(figure, axes)
     return figure
 
 
@@ -318,7 +313,6 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
                  label="speculative, with the interval of its ratio to plain")  # fmt: skip
         style.batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="tokens/s, all streams", ylim=(0, None))
-        style.key(figure, axes)
         style.title(figure,
               f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: "
               f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens a second in plain "
@@ -336,7 +330,6 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
             speedup_panel(axes, served, "load", label="continuous batching", color=style.PREDICTED,
                           marker="s", ls="--")  # fmt: skip
         style.batch_axis(axes, by_batch["batch"])
-        style.key(figure, axes)
         style.title(figure, crossing(by_batch) + summaries.busy(by_batch))
     return figure
 

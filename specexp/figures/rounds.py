@@ -10,17 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from specexp.figures.style import (
-    INK,
-    PLAIN,
-    SPECULATIVE,
-    WIDEST,
-    canvas,
-    key,
-    nothing,
-    panels,
-    title,
-)
+from specexp.figures.style import INK, PLAIN, SPECULATIVE, WIDEST, canvas, nothing, panels, title
 from specexp.figures.tokens import COLOURS, HATCHED, by_kind, symbols
 
 if TYPE_CHECKING:
@@ -50,7 +40,6 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
         axes.set(ylabel="accepted/drafted, a round a line", xticks=[])
         axes.invert_yaxis()
         axes.grid(False)
-        key(figure, axes)
         title(figure, f"One of the prompts: {output.trace.by_row[row]}")
     return figure
 

@@ -70,7 +70,6 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
                           markersize=8, label=drafter, **look)  # fmt: skip
         axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
         style.per_cent(axes, "x")
-        style.key(figure, axes)
         style.title(figure, _first(have, rates, speeds))
     return figure
 
@@ -111,7 +110,6 @@ def over_batch(curves: pd.DataFrame) -> Figure:
             style.points(axes, part, "step", "value", label=drafter, **looks[drafter])
         style.batch_axis(axes, sorted(curves["step"].unique()))
         axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
-        style.key(figure, axes)
         largest = curves[curves["step"] == curves["step"].max()].sort_values("value")
         each = dict.fromkeys([style.times(largest.iloc[0]), style.times(largest.iloc[-1])])
         style.title(figure, f"Speedup at batch {largest['step'].iloc[0]}: {' to '.join(each)}")

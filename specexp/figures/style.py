@@ -54,7 +54,7 @@ def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 @contextmanager
 def panels(count: int, width: float, height: float, **grid: Any) -> Iterator[tuple[Figure, Any]]:
     """Axes of this size in the common style, side by side and, where they would be wider than a
-    page, in rows; the figure is closed at the end. grid: of `plt.subplots`."""
+    page, in rows; at the end the figure gets its legend and is closed. grid: of `plt.subplots`."""
     rows = max(1, math.ceil(count * width / WIDEST - 0.01))
     columns = math.ceil(count / rows)
     size = (min(WIDEST, columns * width), rows * height)
@@ -65,6 +65,7 @@ def panels(count: int, width: float, height: float, **grid: Any) -> Iterator[tup
         for spare in axes.flat[count:]:
             spare.remove()
         yield figure, list(axes.flat[:count])
+        _key(figure)
         sns.despine(figure)
         plt.close(figure)
 
@@ -91,10 +92,14 @@ def title(figure: Figure, text: str, about: str | None = None, bare: str = "") -
     figure.suptitle("\n".join(filter(None, lines)), x=0.01, ha="left", fontsize=12, wrap=True)
 
 
-def key(figure: Figure, axes: Axes) -> None:
-    """One legend for all panels, below them; each label is there once."""
-    handles, labels = axes.get_legend_handles_labels()
-    named = dict(zip(labels, handles, strict=True))
+def _key(figure: Figure) -> None:
+    """One legend for all panels that have none of their own, below them; each label is there once."""
+    named: dict[str, Any] = {}
+    for axes in (axes for axes in figure.axes if not axes.get_legend()):
+        handles, labels = axes.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    if not named:
+        return
     wide = max(0.6 + 0.075 * len(label) for label in named)  # inches
     columns = min(len(named), max(1, int(figure.get_figwidth() / wide)))
     figure.legend(named.values(), named, loc="outside lower center", ncols=columns)

@@ -54,7 +54,6 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
         right.set(ylabel="regret: share lost to the best fixed choice",
                   ylim=(None, min(right.get_ylim()[1], 0.5)))  # fmt: skip
         style.per_cent(right)
-        style.key(figure, left)
         style.title(figure, _verdict(rates, regrets))
     return figure
 
@@ -93,7 +92,6 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
             if share:
                 axes.set_ylim(0, 1.02)
                 style.per_cent(axes)
-        style.key(figure, every[0])
         lasts = {name: table["end_s"].max() for name, table in tables.items()}
         names = sorted(lasts, key=lasts.__getitem__)
         done = dict.fromkeys([names[0], names[-1]])
@@ -111,14 +109,14 @@ def latencies(answers: pd.DataFrame, finding: str) -> Figure:
             for name, look in looks.items():
                 times = answers.loc[answers["policy"] == name, f"{kind}_s"].dropna().sort_values()
                 share = np.arange(1, len(times) + 1) / max(1, len(times))
-                axes.step(1e3 * times, share, where="post", label=f"{name}, n = {len(times)}",
+                label = f"{name}, n = {len(times)}" if axes is every[0] else None
+                axes.step(1e3 * times, share, where="post", label=label,
                           **look | {"markevery": 0.2, "markersize": 5})  # fmt: skip
             axes.axhline(0.95, color=style.INK, lw=0.8, ls=":")
             axes.set(xlabel=f"{kind.upper()} (ms)", ylim=(0, 1.02))
             style.log_axis(axes, "x")
         every[0].set_ylabel("share of requests")
         style.per_cent(every[0])
-        style.key(figure, every[0])
         style.title(figure, finding)
     return figure
 
@@ -146,7 +144,6 @@ def simulated(compared: pd.DataFrame) -> Figure:
             axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high],
                               color=style.PLAIN, alpha=0.2, label="within 10 %")  # fmt: skip
             axes.set(xlabel=f"real {kind}", ylabel=f"SIMULATED {kind}")
-        style.key(figure, every[0])
         off = (compared["simulated"] / compared["real"] - 1).abs()
         worst = compared.loc[off.idxmax()]
         style.title(figure,
