@@ -93,7 +93,7 @@ def title(figure: Figure, text: str, about: str | None = None, bare: str = "") -
 
 
 def _key(figure: Figure) -> None:
-    """One legend for all panels that have none of their own, below them; each label is there once."""
+    """One legend below all panels that have none of their own; each label is there once."""
     named: dict[str, Any] = {}
     for axes in (axes for axes in figure.axes if not axes.get_legend()):
         handles, labels = axes.get_legend_handles_labels()

@@ -80,26 +80,23 @@ class HeadRecipe:
 
 
 FOLLOW = {"prose": 2, "continued": 3}
-HEADS = {
-    recipe.kind: recipe
-    for recipe in (
-        HeadRecipe(
-            "medusa",
-            "Medusa heads: three guesses from the target's last hidden state.",
-            (
-                Course((Phase(320, 32, 256),), FOLLOW, adam_lr=1.5e-3),
-                Course((Phase(700, 32, 256),), FOLLOW, adam_lr=2e-3),
-            ),
+_EAGLE = (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), FOLLOW),)
+_HEADS = (
+    HeadRecipe(
+        "medusa",
+        "Medusa heads: three guesses from the target's last hidden state.",
+        (
+            Course((Phase(320, 32, 256),), FOLLOW, adam_lr=1.5e-3),
+            Course((Phase(700, 32, 256),), FOLLOW, adam_lr=2e-3),
         ),
-        HeadRecipe(
-            "eagle",
-            "An EAGLE-1 layer: autoregression on the target's last hidden state.",
-            (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), FOLLOW),),
-        ),
-        HeadRecipe(
-            "eagle3",
-            "An EAGLE-3 layer: autoregression on hidden states from three depths of the target.",
-            (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), FOLLOW),),
-        ),
-    )
-}
+    ),
+    HeadRecipe(
+        "eagle", "An EAGLE-1 layer: autoregression on the target's last hidden state.", _EAGLE
+    ),
+    HeadRecipe(
+        "eagle3",
+        "An EAGLE-3 layer: autoregression on hidden states from three depths of the target.",
+        _EAGLE,
+    ),
+)
+HEADS = {recipe.kind: recipe for recipe in _HEADS}
