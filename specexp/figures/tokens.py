@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from itertools import chain, groupby, repeat
+from itertools import chain, groupby, islice, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.text import Text
@@ -40,22 +40,14 @@ LOOKS = {
 }  # fmt: skip
 
 
-def pieces(step: Step, tokens: Sequence[int], depth: int) -> Iterator[tuple[int, str]]:
-    """(token, kind) of each token that one round emitted. depth: the round's draft length."""
-    whole = step.accepted == min(depth, step.drafted)
-    last = "plain" if not step.drafted else "bonus" if whole else "corrected"
-    for i, token in enumerate(tokens):
-        yield token, "accepted" if i < step.accepted else last
-
-
 def stream(
     decoder: Pairing | Output, rounds: Sequence[Round], tokens: Sequence[int],
     prompt: str = "", row: int = 0,
 ) -> Text:  # fmt: skip
     """The prompt, dim, and its output (one row of the rounds), each token in the colour of its kind
     (see `legend`)."""
-    parts = _parts(rounds, tokens, row)
-    kinds = [piece for step, part, depth in parts for piece in pieces(step, part, depth)]
+    lines = by_kind(rounds, tokens, row)
+    kinds = [token for step, line in lines for token in line[: step.emitted]]
     return Text().append(prompt, "dim").append_text(_coloured(decoder, kinds))
 
 
@@ -104,13 +96,18 @@ def by_kind(
 ) -> Iterator[tuple[Step, list[tuple[int, str]]]]:
     """For each round of a row its step, and (token, kind) of the tokens emitted, then of the
     rejected draft tokens."""
-    for step, part, depth in _parts(rounds, tokens, row):
+    left = iter(tokens)
+    for depth, step in ((r.depth, step) for r in rounds for step in r.steps if step.row == row):
+        whole = step.accepted == min(depth, step.drafted)
+        last = "plain" if not step.drafted else "bonus" if whole else "corrected"
+        emitted = list(islice(left, step.emitted))
         rejected = [t for t in step.draft if t >= 0]
-        for token in part[: step.accepted]:
+        for token in emitted[: step.accepted]:
             rejected.remove(token)
         if step.emitted < step.accepted:  # the output ended among accepted tokens
             rejected = []
-        yield step, [*pieces(step, part, depth), *((t, "rejected") for t in rejected)]
+        kinds = ["accepted" if i < step.accepted else last for i in range(len(emitted))]
+        yield step, [*zip(emitted, kinds, strict=True), *((t, "rejected") for t in rejected)]
 
 
 def legend() -> Text:
@@ -150,21 +147,10 @@ def symbols(text: str) -> str:
     return text.replace("\n", "⏎").replace("\t", "⇥")
 
 
-def _parts(
-    rounds: Sequence[Round], tokens: Sequence[int], row: int
-) -> Iterator[tuple[Step, Sequence[int], int]]:
-    """For each round of a row: its step, the tokens it emitted, and the draft's depth."""
-    at = 0
-    for whole in rounds:
-        for step in (s for s in whole.steps if s.row == row):
-            yield step, tokens[at : at + step.emitted], whole.depth
-            at += step.emitted
-
-
 def _coloured(
     decoder: Pairing | Output, kinds: Sequence[tuple[int, str]], visible: bool = False
 ) -> Text:
-    """The tokens of `pieces`, decoded. Neighbours of one kind are decoded together, since a
+    """Tokens by kind, decoded. Neighbours of one kind are decoded together, since a
     character may span several tokens. visible: show line ends and tabs as symbols."""
     text = Text()
     for kind, group in groupby(kinds, key=lambda piece: piece[1]):
