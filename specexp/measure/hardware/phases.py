@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import pandas as pd
 import torch
 
+from specexp import theory
 from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.fast.cpu import passes
-from specexp.measure import interleave, statistics, summaries
+from specexp.measure import interleave, statistics
 from specexp.sequences import Sequences
 from specexp.trace import Acceptance, Trace
 
@@ -109,21 +109,19 @@ def phases(
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
     gamma = pairing.options["gamma"]
-    costs = pd.DataFrame({
-        "gamma": [0, gamma], "draft_s": [0.0, sides["fast"]["draft_passes_ms"] / 1e3],
-        "verify_s": [side["phases"]["verify"]["ms"] / 1e3 for side in sides.values()],
-        "rest_s": 0.0,
-    })  # fmt: skip
+    step, verify = (side["phases"]["verify"]["ms"] for side in sides.values())
+    conditional = [*record.conditional, *[0.0] * gamma][:gamma]
+    draft = sides["fast"]["draft_passes_ms"]
+    predicted = theory.measured_speedup(conditional, draft, verify, step)
     times = [[t.decode_s for t in of] for of in traces.values()]
     tokens = [[t.emitted for t in of] for of in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], fixed=True)
-    predicted = summaries.predicted(costs, record).set_index("gamma")["speedup"][gamma]
     return {
         "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
         **sides,
         "acceptance": {"rate": record.rate, "length": record.length,
                        "conditional": list(record.conditional)},
-        "speedup": {"measured": measured._asdict(), "from_passes": float(predicted)},
+        "speedup": {"measured": measured._asdict(), "from_passes": predicted},
     }  # fmt: skip
 
 
