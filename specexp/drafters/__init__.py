@@ -63,6 +63,7 @@ class Drafter(ABC):
     context: int = 1 << 30
     state: tuple[Tensor, ...] = ()
     on_host: bool = False
+    shaped_by: tuple[int, ...] = ()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -87,10 +88,6 @@ class Drafter(ABC):
         """
         built = objects.construct("drafter", request.method, cls, request.argument)
         return Prepared(lambda target: built, draws=built.draws)
-
-    @property
-    def shaped_by(self) -> tuple[int, ...]:
-        return ()
 
     def allocate(self, B: int, S: int) -> None:
         """Allocate state for B empty rows of S slots."""

@@ -84,15 +84,11 @@ class Crossed(Drafter):
 
     def allocate(self, B: int, S: int) -> None:
         """The draft's sequences are cut at 2 * S tokens; drafts are poor from there on."""
-        self.longest, self.most = 2 * S, 1
+        self.longest, self.most, self.shaped_by = 2 * S, 1, (1,)
         self.texts = Sequences.empty(B, _SLOTS * S, device=self.lm.device)
         self.covered = torch.ones(B, dtype=torch.int64, device=self.lm.device)
         self.state = (self.texts.tokens, self.texts.length, self.covered)
         self.lm.allocate(B, _SLOTS * S)
-
-    @property
-    def shaped_by(self) -> tuple[int, ...]:
-        return (self.most,)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         for row, (tokens, length) in enumerate(
@@ -130,6 +126,7 @@ class Crossed(Drafter):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         text = replace(self._extend(seqs), budget=seqs.budget)
         self.most = max(self.most, tree.depth + 1)
+        self.shaped_by = (self.most,)
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:

@@ -40,10 +40,6 @@ class EagleLayer(Drafter):
         self.features = torch.zeros(B, S, width, dtype=self.lm.dtype, device=self.lm.device)
         self.state = (self.features,)
 
-    @property
-    def shaped_by(self) -> tuple[int, ...]:
-        return (self.deepest,)
-
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         if hidden is None:  # all prompts have one token, which has no feature before it
             B, width = len(seqs.tokens), len(self.taps) * self.net.config.hidden_size
@@ -69,6 +65,7 @@ class EagleLayer(Drafter):
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         self.deepest = max(self.deepest, tree.depth)
+        self.shaped_by = (self.deepest,)
         features: list[Tensor] = []  # [B, n, E] of the previous level
 
         def step(level: Level) -> Tensor:

@@ -42,10 +42,6 @@ class Planted(Drafter):
         self.salt = torch.zeros(B, 1, dtype=torch.int64, device=self.target.device)
         self.state = (self.future, self.salt, *self.worker.state)
 
-    @property
-    def shaped_by(self) -> tuple[int, ...]:
-        return self.worker.shaped_by
-
     def catch_up(self, seqs: Sequences, missed: int) -> None:
         self.worker.catch_up(seqs, missed)
 
@@ -71,6 +67,7 @@ class Planted(Drafter):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The first child of a node is right with probability alpha, its siblings never."""
         work = self.worker.propose(seqs, tree, rng)
+        self.shaped_by = self.worker.shaped_by
         nodes = tree.nodes(seqs.tokens.device)
         if len(tree) == 1:
             return work
