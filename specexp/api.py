@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from numbers import Integral, Real
@@ -122,6 +122,7 @@ class Pairing:
             UserError: A prompt is empty, or does not fit the context or the memory.
             NonFiniteLogits: A model produced NaN or infinite logits.
         """
+        _check_types(self.generate, texts=texts, max_new_tokens=max_new_tokens)
         texts = [texts] if isinstance(texts, str) else texts
         batch = self.engine.generate(self.encode(texts), max_new_tokens)
         text = [text_of(self.tokenizer, t, skip_special_tokens=True) for t in batch.tokens]
@@ -147,6 +148,8 @@ class Pairing:
         # the one import of a room above this one: the door is where a reader looks for it
         from specexp.measure import comparison
 
+        given = {"prompts": prompts, "max_new_tokens": max_new_tokens, "repeats": repeats}
+        _check_types(self.compare_with_plain, **given)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return comparison.with_plain(self, texts, max_new_tokens, repeats)
 
@@ -160,7 +163,7 @@ class Pairing:
                     f"with_ keeps the target and cannot change {name}{near} (it can change "
                     f"{', '.join(able)}; anything else: specexp.load)"
                 )
-        _check_types(changes)
+        _check_types(load, **changes)
         pairing = _assemble(self.target, self.tokenizer, **(self.options | changes))
         return pairing if "drafter" in changes else replace(pairing, drafter=self.drafter)
 
@@ -250,7 +253,7 @@ def load(
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "sampling": sampling, "rule": rule,
         "policy": policy, "tree": tree, "dtype": dtype, "seed": seed,
     }  # fmt: skip
-    _check_types({name: value for name, value in options.items() if value is not DEFAULTS[name]})
+    _check_types(load, **{n: value for n, value in options.items() if value is not DEFAULTS[n]})
     options |= asdict(names.sampling_of(options)) | {"sampling": "given"}
     facts = names.target_of(target, tokenizer)
     if gamma is None:
@@ -283,18 +286,20 @@ def where(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-_PARAMETERS = inspect.signature(load).parameters
-DEFAULTS = {name: p.default for name, p in _PARAMETERS.items()}
-_TYPES = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "str": (str, "a text")}
+DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.items()}
+_TYPES = {
+    "int": (Integral, "a whole number"), "float": (Real, "a number"), "str": (str, "a text"),
+    "str | Sequence[str]": (Iterable, "a text or a list of texts"),
+}  # fmt: skip
 
 
-def _check_types(options: dict[str, Any]) -> None:
-    """Raise UserError for an option of another type than `load` declares."""
+def _check_types(call: Callable[..., Any], **options: Any) -> None:
+    """Raise UserError for an option of another type than `call` declares."""
+    declared = inspect.signature(call).parameters
     for name, value in options.items():
-        declared = _PARAMETERS[name].annotation.removesuffix(" | None")
-        kind, words = _TYPES.get(declared, (object, ""))
-        if not isinstance(value, kind):
-            raise UserError(f"{name} is {value!r}; it must be {words}")
+        kind, words = _TYPES.get(declared[name].annotation.removesuffix(" | None"), (object, ""))
+        if not isinstance(value, kind) or (words and isinstance(value, bool)):
+            raise UserError(f"{name} is {value!r:.40}; it must be {words}")
 
 
 def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:

@@ -200,6 +200,12 @@ class Engine:
             prompts, max_new_tokens,
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
         )  # fmt: skip
+        low, high = (int(token) for token in batch.tokens.aminmax())
+        if low < 0 or high >= self.target.vocab:
+            raise UserError(
+                f"a prompt has the token {low if low < 0 else high}; {self.target.name} has tokens "
+                f"0 to {self.target.vocab - 1}"
+            )
         begin = time.perf_counter()
         seqs = self.begin(batch)
         trace = Trace(len(prompts), time.perf_counter() - begin)

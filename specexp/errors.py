@@ -97,9 +97,9 @@ def meant_beside(path: Path, otherwise: str = "", folder: Path = Path()) -> str:
     return otherwise
 
 
-def counted(n: int, noun: str, ending: str = "s") -> str:
+def counted(n: float, noun: str, ending: str = "s") -> str:
     """`1 token`, `2 tokens`, `1,024 tokens`."""
-    return f"{n:,} {noun}{ending * bool(n != 1)}"
+    return f"{n:,.12g} {noun}{ending * bool(n != 1)}"
 
 
 def brief(value: Any, among: Collection[Any] = ()) -> str:

@@ -17,7 +17,7 @@ from specexp.errors import counted
 from specexp.measure.hardware.machine import described, doubts, matrices, pass_s
 from specexp.models.memory import free_memory
 from specexp.tracking import results
-from specexp.tracking.provenance import version
+from specexp.tracking.provenance import cores, version
 from specexp.zoo import shelf
 
 SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab")
@@ -26,7 +26,7 @@ SHOWN = ("specexp", "torch", "transformers", "mlflow", "papermill", "jupyterlab"
 def examine() -> bool:
     """Print the report; False if something that every run needs is missing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cores, load = counted(os.cpu_count() or 1, "core"), os.getloadavg()[0]
+    usable, load = counted(cores(), "core"), os.getloadavg()[0]
     root = results.root()
     there = next(path for path in (root, *root.parents) if path.exists())
     zoo = ", ".join(m.name for m in shelf.models())
@@ -37,7 +37,7 @@ def examine() -> bool:
         "packages": ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN),
         "device": described(device),
         "free memory": f"{free_memory(device) / 2**30:.1f} GiB",
-        "threads": f"{torch.get_num_threads()} on {cores}, load average {load:.1f}",
+        "threads": f"{torch.get_num_threads()} on {usable}, load average {load:.1f}",
         "kernels": ops.state(device),
         "in torch": in_torch if ops.home(device) else "everything",
         "store": f"{root}, {shutil.disk_usage(there).free / 2**30:.1f} GiB free",

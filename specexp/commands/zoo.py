@@ -165,19 +165,22 @@ def _train_draft(
     kept = f"{layers} of {counted(L, 'layer')}"
     name = Path(target).name
     opt.say(f"{name}: {kept}; {source}")
-    before = drafts.folder_of(name, layers, out) / "zoo.json"
-    if before.exists():
-        share = json.loads(before.read_text())["held_out"]["answers"]["agreement"]
-        opt.say(f"replaces {opt.relative(before.parent)} ({share:.0%} there; --out DIR keeps both)")
+
+    def agreement() -> str:
+        card = json.loads((folder / "zoo.json").read_text())
+        return f"{card['held_out']['answers']['agreement']:.0%}"
+
+    folder = drafts.folder_of(name, layers, out)
+    if (folder / "zoo.json").exists():
+        opt.say(f"replaces {opt.relative(folder)} ({agreement()} there; --out DIR keeps both)")
     asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
-    folder = drafts.train(
+    drafts.train(
         pairing.engine, pairing.tokenizer, name,
         pairing.encode([p.text for p in asked]), layers, minutes, out, source=source,
     )  # fmt: skip
-    held = json.loads((folder / "zoo.json").read_text())["held_out"]["answers"]
     opt.say(
-        f"wrote {opt.relative(folder)}: in {held['agreement']:.0%} of places the target's most "
-        f"likely token; use it as --drafter model:{opt.relative(folder)}"
+        f"wrote {opt.relative(folder)}: in {agreement()} of places the target's most likely token; "
+        f"use it as --drafter model:{opt.relative(folder)}"
     )
 
 

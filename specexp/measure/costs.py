@@ -4,7 +4,6 @@ Rounds and prefills are timed with every draft token made, after a warm-up, in b
 What comes out is a table (serving/cost_table.py) that knows nothing of how it was measured.
 """
 
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -23,6 +22,7 @@ from specexp.measure.interleave import clock
 from specexp.models.int8 import by_address
 from specexp.sequences import Draft, Sequences
 from specexp.serving.cost_table import CALM, Costs
+from specexp.tracking.provenance import cores
 from specexp.tree import Tree
 
 FULL = 8  # a batch of n < FULL is timed FULL // n times as often: short passes are easily disturbed
@@ -40,7 +40,7 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     else:
         from specexp.fast.cpu.build import vectors
 
-        name = f"{platform.machine()} {vectors()}, {os.cpu_count()} cores"
+        name = f"{platform.machine()} {vectors()}, {cores():g} cores"
     return {
         "device": name, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),

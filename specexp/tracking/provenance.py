@@ -148,7 +148,7 @@ def cores(root: Path = Path("/")) -> float:
             with suppress(OSError, ValueError):
                 names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else ("cpu.max",)
                 quota, period = map(int, " ".join((folder / n).read_text() for n in names).split())
-                most = min(most, quota / period) if quota > 0 else most
+                most = min(most, round(quota / period, 2)) if quota > 0 else most
     return most
 
 

@@ -439,6 +439,7 @@ class Bare(Alternate):
         ({"drafter": "model"}, "the zoo has nothing for LlamaForCausalLM, a target in memory"),
         ({"device": "meta"}, "is on cpu, not meta: move it with .to('meta')"),
         ({"gamma": 2.5}, "gamma is 2.5; it must be a whole number"),
+        ({"gamma": True}, "gamma is True; it must be a whole number"),
         ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
         ({"seed": "a"}, "seed is 'a'; it must be a whole number"),
         ({"tree": 3}, "tree is 3; it must be a text"),
@@ -466,11 +467,24 @@ def test_change_that_a_variant_cannot_have_is_refused(load, change, line):
         load(Echo()).with_(**change)
 
 
-def test_prompt_that_is_no_text_and_repeats_that_are_none_are_refused(load):
-    with pytest.raises(UserError, match="a prompt is 3; it must be a text"):
-        load(Echo()).generate([3], 4)
-    with pytest.raises(UserError, match="repeats is 0; it must be 1 or more"):
-        load(Echo()).compare_with_plain(TEXTS, 4, repeats=0)
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda pair: pair.generate([3], 4), "a prompt is 3; it must be a text"),
+        (lambda pair: pair.generate(None, 4), "texts is None; it must be a text or a list"),
+        (lambda pair: pair.generate("a", 1.5), "max_new_tokens is 1.5; it must be a whole number"),
+        (lambda pair: pair.generate("a", True), "max_new_tokens is True; it must be a"),
+        (lambda pair: pair.generate("a", -1), "max_new_tokens is -1; it must be 0 or more"),
+        (lambda pair: pair.engine.generate([[1], [9999]], 4), "a prompt has the token 9999; Llama"),
+        (lambda pair: pair.engine.generate([[1, -1]], 4), "a prompt has the token -1; Llama"),
+        (lambda pair: pair.compare_with_plain(3), "prompts is 3; it must be a text or a list"),
+        (lambda pair: pair.compare_with_plain("a", "4"), "max_new_tokens is '4'; it must"),
+        (lambda pair: pair.compare_with_plain("a", 4, 0), "repeats is 0; it must be 1 or more"),
+    ],
+)
+def test_prompts_and_counts_that_are_none_are_refused(load, call, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        call(load(Echo()))
 
 
 def test_draft_model_of_another_dtype_is_refused(load, draft):

@@ -180,14 +180,25 @@ def lines_of(page: str, word: str) -> str:
     return block
 
 
-def test_server_of_the_page_takes_a_rebuild_once(store, tmp_path, monkeypatch):
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def database(request):
+    """The address of a database in place of the page's; PostgreSQL's keeps the page's scheme."""
+    if request.param == "sqlite":
+        yield lambda address: "sqlite:///mlflow.db"
+    else:
+        with postgres() as own:
+            yield lambda address: address.replace("///specexp", own.partition(":")[2])
+
+
+def test_server_of_the_page_takes_a_rebuild_once(store, tmp_path, monkeypatch, database):
     for number in range(3):
         runs.log("mine", {"drafter": "ngram", "x": number}, METRICS, {"a/curve": [0.5] * 1200})
     page = (disk.ROOT / "mlruns" / "README.md").read_text()
     port, home = free_port(), tmp_path / "mlruns of the server"
     home.mkdir()
     lines = lines_of(page, "mlflow server").replace("5000", str(port))
-    lines = lines.replace("postgresql:///specexp", "sqlite:///mlflow.db")
+    [address] = re.findall(r"postgresql\S+", lines)
+    lines = lines.replace(address, database(address))
     lines = lines.replace("cd mlruns", f"cd '{home}'").replace(
         "mlflow server", "exec mlflow server"
     )

@@ -26,7 +26,7 @@ from specexp.measure.hardware.phases import phases
 from specexp.measure.hardware.roofline import roofline
 from specexp.measure.prompts import Prompt
 from specexp.models.load import DTYPES
-from specexp.tracking.provenance import version
+from specexp.tracking.provenance import cores, version
 
 NAMES = ("peers", "roofline", "round")
 WORK = {
@@ -42,7 +42,7 @@ def about(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     a warning if the dtype is emulated."""
     return fingerprint(device, dtype) | {
         "where": described(device),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "load": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version()}
         | {name: installed for name in PACKAGES if (installed := version(name))},

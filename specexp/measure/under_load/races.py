@@ -46,7 +46,7 @@ def rows_for(
     return EngineRows(engine, rows, slots_for(offered, slack), slack)
 
 
-def _banks(
+def _engine_rows(
     pairing: Pairing, chosen: Mapping[str, Policy], rows: int, offered: Sequence[Request]
 ) -> dict[str, EngineRows]:
     """The rows of each policy's server, with slots for the largest draft of any of them."""
@@ -54,11 +54,11 @@ def _banks(
     return {name: rows_for(pairing, name, rows, offered, slack) for name in chosen}
 
 
-def _alike(banks: Mapping[str, EngineRows]) -> None:
+def _alike(engine_rows: Mapping[str, EngineRows]) -> None:
     """Give all as many rows: later ones may have found less memory."""
-    least = min(bank.count for bank in banks.values())
-    for bank in banks.values():
-        bank.count = least
+    least = min(rows.count for rows in engine_rows.values())
+    for rows in engine_rows.values():
+        rows.count = least
 
 
 def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -> Costs | None:
@@ -83,15 +83,15 @@ def race(
     come before those that count. In a turn each server generates at least `tokens` tokens, a piece
     at a time. Raises UserError for requests that yield no tokens."""
     chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
-    banks = _banks(pairing, chosen, concurrency, offered)
-    _alike(banks)
-    servers = {n: Server(banks[n], chosen[n], queue=len(offered)) for n in names}
+    engine_rows = _engine_rows(pairing, chosen, concurrency, offered)
+    _alike(engine_rows)
+    servers = {n: Server(engine_rows[n], chosen[n], queue=len(offered)) for n in names}
     runs = {n: Run(servers[n], Source(offered, concurrency, again=True)) for n in names}
     begun = dict.fromkeys(runs, 0)
 
     def go(name: str, enough: float) -> None:
         run, most = runs[name], len(runs[name].responses) + len(offered)
-        with banks[name].timer:
+        with engine_rows[name].timer:
             while sum(t.emitted for t in run.steps[begun[name] :]) < enough:
                 run.advance()
                 if len(run.responses) > most:
@@ -151,21 +151,21 @@ def open_race(
     arriving = offered.requests
     filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in arriving[:rows]]
     chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
-    banks = _banks(pairing, chosen, rows, arriving)
-    for name, bank in banks.items():
-        bank.rehearse(chosen[name].widest - 1)
+    engine_rows = _engine_rows(pairing, chosen, rows, arriving)
+    for name, own in engine_rows.items():
+        own.rehearse(chosen[name].widest - 1)
         another = policies.of(name, costs, pairing.deepest)  # the server's own has learned nothing
-        with bank.timer:
-            serve(Server(bank, another, chunk, queue=rows), Source(filling))
-    _alike(banks)
-    servers = {n: Server(banks[n], chosen[n], chunk, queue) for n in names}
+        with own.timer:
+            serve(Server(own, another, chunk, queue=rows), Source(filling))
+    _alike(engine_rows)
+    servers = {n: Server(engine_rows[n], chosen[n], chunk, queue) for n in names}
     runs = {n: Run(servers[n], offered) for n in names}
     going, turn = list(names), 0
     with tqdm(total=len(arriving) * len(names), desc="serving", unit="request", delay=1) as bar:
         while going:
             turn += 1
             for name in in_turn(going, turn):
-                with banks[name].timer:
+                with engine_rows[name].timer:
                     while runs[name].server.now < turn * slice_s:
                         if not runs[name].advance():
                             going.remove(name)
