@@ -5,6 +5,7 @@ name is imported when it is first used, so that `import specexp` loads neither t
 transformers.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ _HOMES = {
     "Drafter": "drafters", "Engine": "engine", "Pairing": "api", "Policy": "policy",
     "Rule": "rules", "Sampling": "sampling", "Trace": "trace", "Tree": "tree", "load": "api",
 }  # fmt: skip
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # Threads of a pass that wait for each other spin for some 50 µs, then sleep. By default they
+    # spin for milliseconds, and on a busy machine keep the very thread they wait for from its core.
+    # OpenMP reads this when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def __getattr__(name: str) -> Any:

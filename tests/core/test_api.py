@@ -1,6 +1,7 @@
 """The door: ten names, names or objects for everything, and one line for what is wrong."""
 
 import copy
+import os
 import re
 import subprocess
 import sys
@@ -80,6 +81,17 @@ def test_import_offers_ten_names_and_loads_no_torch():
     assert version[0].isdigit()
     assert listed == f"False False {NAMES.replace('Tree load', 'Tree __version__ load')}"
     assert found.endswith("specexp.theory")
+
+
+@pytest.mark.parametrize(
+    ("environment", "turns"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(environment, turns):
+    code = "import os, specexp; print(os.environ.get('GOMP_SPINCOUNT'))"
+    kept = {name: x for name, x in os.environ.items() if not name.startswith(("GOMP_", "OMP_W"))}
+    shown = subprocess.check_output([sys.executable, "-c", code], env=kept | environment, text=True)
+    assert shown.strip() == turns
 
 
 def test_unknown_name_is_an_attribute_error_that_lists_the_ten():
