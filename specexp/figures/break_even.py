@@ -19,11 +19,10 @@ from specexp.measure.summaries import pooled
 from specexp.serving.cost_table import Costs, Fit
 
 
-def cost_curves(costs: Costs, context: float | None = None) -> Figure:
+def cost_curves(costs: Costs) -> Figure:
     """Left: time of a pass over the tokens in it, one line a batch, with the fit. Right: a roofline
     of the same passes, with the roofs that the fastest of them reach (Williams et al. 2009)."""
-    context = costs.contexts[0] if context is None else context
-    fit = costs.fit()
+    context, fit = costs.contexts[0], costs.fit()
     knee = fit.knee(context)
     n, seconds = _passes(costs, context)
     with style.panels(2, 5.25, 4.6) as (figure, (left, right)):

@@ -27,9 +27,8 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
             batch_axis(axes, [2**i for i in range(most.bit_length())])
             axes.set_xlabel("streams of a replica")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
-        shown = table[table["policy"].isin(names) & (table["streams"] <= most)]
         right.set(ylabel="ms per token of a stream",
-                  ylim=(0, min(shown["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
+                  ylim=(0, min(table["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
         title(figure, f"SIMULATED replica{doubt(setting.costs)}: {_paying(table)}", bare="computed")
     return figure
 

@@ -167,12 +167,10 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
     from `summaries.biased`. Hollow: a rule that is lossy by its kind."""
     lossy = table["rule"].str.contains("lossy")
     with style.canvas() as (figure, axes):
-        for at, look in enumerate(style.marks(table["rule"]).values()):
-            row, fill = table.iloc[[at]], "none" if lossy.iloc[at] else look["color"]
-            up, across = style.ends(row, "length"), style.ends(row, "bias")
-            axes.errorbar(row["bias"], row["length"], up, across, ls="", label=row["rule"].iloc[0],
-                          capsize=3, markersize=10, markerfacecolor=fill, markeredgewidth=2,
-                          **look)  # fmt: skip
+        for at, (rule, look) in enumerate(style.marks(table["rule"]).items()):
+            fill = "none" if lossy.iloc[at] else look["color"]
+            style.points(axes, table.iloc[[at]], "bias", "length", ls="", label=rule, markersize=10,
+                         markerfacecolor=fill, markeredgewidth=2, **look)  # fmt: skip
         axes.set(xlabel="bias: total variation of a round's first token to the target's p",
                  ylabel="tokens a target pass",
                  xlim=(-0.02, max(0.1, table["bias_high"].max() * 1.05)))  # fmt: skip

@@ -108,8 +108,9 @@ def _key(figure: Figure) -> None:
 
 
 def points(axes: Axes, table: pd.DataFrame, by: str, column: str = "speedup", **look: Any) -> Any:
-    """Points of a column over that of `by`, with their 95 % intervals (columns low and high)."""
-    return axes.errorbar(table[by], table[column], ends(table, column), capsize=3, **look)
+    """Points of a column over that of `by`, with the 95 % intervals that they have (see `ends`)."""
+    across = ends(table, by) if f"{by}_low" in table else None
+    return axes.errorbar(table[by], table[column], ends(table, column), across, capsize=3, **look)
 
 
 def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
