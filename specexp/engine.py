@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,15 +43,6 @@ class Generation:
 
     tokens: list[list[int]]
     trace: Trace
-
-
-class Started(NamedTuple):
-    """A round that is under way: its tree, the function that waits for its report, and whether its
-    time is that of later rounds like it (`Recorder.steady`)."""
-
-    tree: Tree
-    wait: Callable[[], Reports]
-    steady: bool
 
 
 class Engine:
@@ -213,10 +204,11 @@ class Engine:
         lengths = [len(prompt) for prompt in prompts]
         left = max_new_tokens  # the most tokens that any row still needs
         behind = 0  # tokens per row committed without the drafter
-        running: deque[Started] = deque()
+        # rounds under way: their trees, what waits for their reports, and `Recorder.steady` of each
+        running: deque[tuple[Tree, Callable[[], Reports], bool]] = deque()
         while left:
             while len(running) <= self.ahead:
-                pending = sum(started.tree.depth + 1 for started in running)  # tokens, at most
+                pending = sum(tree.depth + 1 for tree, *_ in running)  # tokens, at most
                 if running and pending >= left:
                     break
                 tree, hold = self._next(load, max(lengths) + pending)
@@ -224,7 +216,7 @@ class Engine:
                     self.drafter.catch_up(seqs, behind)
                 behind = 0 if tree.depth else behind + 1
                 wait = self.start(seqs, tree, hold)
-                running.append(Started(tree, wait, self.recorder.steady))
+                running.append((tree, wait, self.recorder.steady))
             tree, wait, steady = running.popleft()
             reports = wait()
             behind += (len(reports) - 1) * (not tree.depth)

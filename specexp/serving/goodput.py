@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from specexp.serving.cost_table import CALM, Costs
 from specexp.trace import Step
 from specexp.tree import Tree
 
+PastRound: TypeAlias = tuple[Load, Plan, Sequence[Step], float | None]  # see `Policy.learn`
 GAMMAS = (1, 2, 3, 5)
 LONG = 32  # tokens of catch-up in a round, from which on its time says little about drafting
 
@@ -49,7 +50,7 @@ class Goodput:
         return Plan(Tree.chain(self.gamma))
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        self.unread.append(PastRound(load, plan, steps, seconds))
+        self.unread.append((load, plan, steps, seconds))
         self.choice.left += seconds is None  # a trial goes on until it has been timed
 
     def digest(self) -> None:
@@ -208,15 +209,6 @@ class Choice:
                 self.gap = max(self.first_gap, min(self.gap, cheap))
         self.trial_at = self.rounds + self.gap
         return gamma
-
-
-class PastRound(NamedTuple):
-    """What `Policy.learn` receives of a round."""
-
-    load: Load
-    plan: Plan
-    steps: Sequence[Step]
-    seconds: float | None
 
 
 class Prices:
