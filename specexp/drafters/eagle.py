@@ -71,18 +71,15 @@ class EagleLayer(Drafter):
         def step(level: Level) -> Tensor:
             if level.depth == 0:
                 fed = self._feed(seqs, self.deepest, self.deepest + 1)
-                assert fed.hidden is not None
-                logits, hidden = fed.logits, fed.hidden[:, -1:]
             else:
                 before = features.pop()
                 parent = level.parent.expand(len(before), -1)[..., None]
                 inherited = before.gather(1, parent.expand(-1, -1, before.shape[2]))
                 placed = level.placed(seqs, back=1)
                 fed = self.lm.feed(seqs, level.tokens, *placed, taps=(0,), features=inherited)
-                assert fed.hidden is not None
-                logits, hidden = fed.logits, fed.hidden
-            features.append(hidden)
-            return logits
+            assert fed.hidden is not None
+            features.append(fed.hidden[:, -level.tokens.shape[1] :])
+            return fed.logits
 
         return grow(seqs, tree, step, self.sampling, rng)
 
