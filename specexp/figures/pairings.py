@@ -84,6 +84,7 @@ def heat(
         for y, x in np.argwhere(hatch.fillna(0).to_numpy(bool)):
             axes.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="//", lw=0, alpha=0.25))
         axes.set(xlabel="", ylabel="")
+        axes.grid(False)  # behind cells without a value
         axes.tick_params(rotation=0)
         style.title(figure, finding, bare=bare)
     return figure
@@ -165,7 +166,7 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
 def bias_and_length(table: pd.DataFrame) -> Figure:
     """Acceptance length over bias (total variation), one point a rule, both with their intervals;
     from `summaries.biased`. Hollow: a rule that is lossy by its kind."""
-    lossy = table["rule"].str.contains("lossy")
+    lossy, most = table["rule"].str.contains("lossy"), max(0.1, table["bias_high"].max() * 1.05)
     with style.canvas() as (figure, axes):
         for at, (rule, look) in enumerate(style.marks(table["rule"]).items()):
             fill = "none" if lossy.iloc[at] else look["color"]
@@ -173,7 +174,7 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
                          markerfacecolor=fill, markeredgewidth=2, **look)  # fmt: skip
         axes.set(xlabel="bias: total variation of a round's first token to the target's p",
                  ylabel="tokens a target pass",
-                 xlim=(-0.02, max(0.1, table["bias_high"].max() * 1.05)))  # fmt: skip
+                 xlim=(-most / 40, most))  # fmt: skip
         style.per_cent(axes, "x")
         worst = table.loc[table["bias"].where(lossy, -1).idxmax()]
         value = worst[["bias", "bias_low", "bias_high"]].set_axis(["value", "low", "high"])

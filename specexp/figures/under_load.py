@@ -51,7 +51,7 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
             axes.set_xlabel("streams served together")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         middle.set_ylabel("tokens/s, plain decoding = 1")
-        right.set(ylabel="regret: share lost to the best fixed choice",
+        right.set(ylabel="regret: share of tokens/s lost",
                   ylim=(None, min(right.get_ylim()[1], 0.5)))  # fmt: skip
         style.per_cent(right)
         style.title(figure, _verdict(rates, regrets))
