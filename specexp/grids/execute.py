@@ -25,7 +25,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
 from specexp.errors import ran_out
-from specexp.grids import notebooks
+from specexp.grids import notebooks, paths
 from specexp.grids.kernels import NoForkServer, Worker
 from specexp.grids.points import Point
 from specexp.grids.progress import REMOVED, Failure, of_error
@@ -109,7 +109,9 @@ def _run(
                 progress_bar=False, km=kernel, log_file=log, watch=watch,
             )  # fmt: skip
     except papermill.PapermillExecutionError as e:
-        raise Failure(_kind(e.ename, e.evalue), f"{e.ename}: {e.evalue}") from e
+        folders = point.notebook.parent, point.file.parent
+        message = paths.as_written(f"{e.ename}: {e.evalue}", point.params, *folders)
+        raise Failure(_kind(e.ename, e.evalue), message) from e
     except Failure:
         raise
     except Exception as e:

@@ -3,12 +3,13 @@ to that, so that a point's parameters do not depend on where the checkout is."""
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specexp import fitting
 from specexp.errors import UserError, meant_beside
+from specexp.grids.imports import texts_in
 from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS
 
@@ -48,6 +49,19 @@ def moved(name: str, value: Any, grid: Path, notebook: Path) -> Any:
         ):
             raise UserError(f"{name}: there is no {path!r:.80} relative to the grid file{near}")
     return value
+
+
+def as_written(message: str, params: Mapping[str, Any], notebook: Path, grid: Path) -> str:
+    """A message about a point, with the paths of its parameters relative to the folder of its grid
+    file, where they were written, instead of the notebook's."""
+    texts = [(name, t) for name in filter(may_name, params) for t in texts_in(params[name])]
+    there = {path: os.path.join(notebook, path) for x in texts for _, path, _ in _parts(*x) if path}
+    own = {p: os.path.relpath(full, grid) for p, full in there.items() if os.path.exists(full)}
+    if not own:
+        return message
+    longest_first = "|".join(map(re.escape, sorted(own, key=len, reverse=True)))
+    named = rf"(?<![\w./-])(?:{longest_first})(?![\w-])"
+    return re.sub(named, lambda match: own[match[0]], message)
 
 
 def _parts(name: str, text: str) -> Iterator[tuple[str, str, str]]:

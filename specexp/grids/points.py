@@ -263,7 +263,9 @@ class Checks:
         problems, around = self.judged(params)
         for problem in problems:
             lines = (self.sheet.where(name, written, entry) for name in problem.names)
-            self.problem(problem.what, next(filter(None, lines), self.sheet.line))
+            folders = self.sheet.notebook.path.parent, self.folder
+            what = paths.as_written(problem.what, params, *folders)
+            self.problem(what, next(filter(None, lines), self.sheet.line))
         return params, around
 
     def problem(self, what: str, line: int) -> None:

@@ -636,6 +636,13 @@ def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypa
     assert said.endswith(f"prompts: there is no '../own/besides.jsonl' {near}")
     [point] = load(spec | {"grid": {"prompts": ["../own/beside.jsonl"]}})
     assert point.params["prompts"] == "own/beside.jsonl"
+    (folder.parent / "own" / "wrong.csv").write_text("question\ndef f():")
+    for name, place in (("../own/wrong.csv", folder), ("wrong.csv", folder.parent / "own")):
+        (place / "wrong.yaml").write_text(
+            yaml.safe_dump(spec | {"grid": {"prompts": [name, "all"]}})
+        )
+        with pytest.raises(UserError, match=rf"wrong.yaml:\d: {name}: line 1: no text"):
+            grid.load([place / "wrong.yaml"])
     monkeypatch.chdir(folder)
     (folder / "here.yaml").write_text(yaml.safe_dump(spec))
     assert grid.load(["here.yaml"])[0].params == grid.load([folder / "here.yaml"])[0].params
