@@ -48,6 +48,15 @@ def test_code_is_compiled_once_a_machine(anew, monkeypatch):
     assert {file: file.stat().st_mtime_ns for file in anew.iterdir()} == written
 
 
+def test_waiting_for_a_compiler_is_said_on_stderr_once(anew, monkeypatch, tmp_path, capfd):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nsleep 3\nexit 1\n")
+    slow.chmod(0o700)
+    monkeypatch.setenv("CXX", str(slow))
+    assert build.library() is None
+    assert capfd.readouterr().err.count(build.WAITING) == 1
+
+
 def test_compiled_code_is_kept_where_only_its_owner_writes(tmp_path):
     folder = build._private(tmp_path / "cache")
     (folder / "rounds-1.so").write_bytes(b"own")

@@ -12,6 +12,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -28,6 +29,11 @@ log = logging.getLogger("specexp")
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
+LONGEST_S = 300
+WAITING = (
+    f"compiling kernels for this CPU, once a machine: three files of at most {LONGEST_S} s each "
+    "(SPECEXP_NATIVE=off does without, slower)"
+)
 FUNCTIONS = {
     "rounds": (
         "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
@@ -122,6 +128,9 @@ def off() -> bool:
 
 @cache
 def _loaded() -> Library | None:
+    waiting = threading.Timer(1, print, [WAITING], {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    waiting.start()
     try:
         parts = {x: CDLL(str(_built(FOLDER / f"{x}.cpp"))) for x in ("passes", *FUNCTIONS)}
         functions: dict[str, Function] = {}
@@ -140,6 +149,8 @@ def _loaded() -> Library | None:
         why = next((line for line in lines if "error" in line), lines[0] if lines else repr(e))
         log.warning("passes on this CPU are not compiled, which makes them slower: %s", why)
         return None
+    finally:
+        waiting.cancel()
 
 
 def functions() -> Any:
@@ -164,7 +175,7 @@ def _built(source: Path) -> Path:
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             whole = [*command, str(source), "-o", f"{unfinished}/{source.stem}.so"]
-            subprocess.run(whole, check=True, capture_output=True, text=True, timeout=300)
+            subprocess.run(whole, check=True, capture_output=True, text=True, timeout=LONGEST_S)
             os.replace(whole[-1], file)
     return file
 
