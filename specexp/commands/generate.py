@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,6 +69,10 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise UserError('give either --prompt "some text" or --prompts FILE')
+    if prompt and os.path.isfile(prompt):
+        raise UserError(
+            f"--prompt {prompt} is a file, not a text: did you mean --prompts {prompt}?"
+        )
     if limit is not None and prompts is None:
         raise UserError("--limit is a number of --prompts: leave it out with --prompt")
     options = opt.pairing_options(ctx.params)

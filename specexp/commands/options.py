@@ -1,6 +1,7 @@
 """What the commands share: options, the console, and checks of what is given on a command line."""
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         if ctx.args:
             words, option = shlex.join(ctx.args), MEANT.get(ctx.info_name)
+            if option == "--prompt" and os.path.exists(ctx.args[0]):
+                option = "--prompts"
             instead = f"did you mean {option} {words}?" if option else "leave it out"
             raise UserError(f"{ctx.command_path} takes no argument such as {words}: {instead}")
         return super().invoke(ctx)

@@ -219,8 +219,8 @@ def _read(path: Path) -> tuple[list[Prompt], str]:
         hint = "" if ending in FORMATS else f"; texts that are no JSON end in .txt, not {ending!r}"
         raise UserError(f"{path}: {'; '.join(broken[:SHOWN])}{more}{hint}")
     if not prompts:
-        empty = "has no conversation in which a user speaks" if silent else "is empty"
-        raise UserError(f"{path} {empty}; write one prompt a {unit}")
+        empty = "has no conversation in which a user speaks" if silent else "holds no prompt"
+        raise UserError(f"{path} {empty}: write at least one")
     omitted = f"; {silent} left out: no user speaks" if silent else ""
     if same := len(prompts) - len({(p.turns, p.answers, p.system) for p in prompts}):
         omitted += f"; {same} the same as one before"

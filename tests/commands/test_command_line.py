@@ -44,6 +44,7 @@ def test_h_is_help(run, words):
     ("words", "instead"),
     [
         (("generate", "two words"), "did you mean --prompt 'two words'?"),
+        (("generate", __file__), f"did you mean --prompts {__file__}?"),
         (("serve", "closed:8"), "did you mean --load closed:8?"),
         (("profile", "target-10m"), "did you mean --target target-10m?"),
         (("zoo", "train", "target-10m"), "did you mean --target target-10m?"),
@@ -57,6 +58,12 @@ def test_word_without_an_option_is_refused_with_the_one_it_was_meant_for(run, wo
     [line] = err.splitlines()
     assert " takes no argument such as " in line
     assert line.endswith(f": {instead}")
+
+
+def test_a_prompt_that_is_a_file_is_refused_with_the_option_for_files(run):
+    code, out, err = run("generate", "--prompt", __file__)
+    assert (code, out) == (2, "")
+    assert err.endswith(f"is a file, not a text: did you mean --prompts {__file__}?\n")
 
 
 def test_help_has_examples_and_imports_nothing_heavy():

@@ -1,6 +1,7 @@
 """A question file loads as it is written or is refused by line; the shipped ones load."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,7 +166,7 @@ def test_folder_of_texts_loads(tmp_path: Path) -> None:
         ("mine.json", b'[{"prompt": "a"},\n]', "not JSON .* at line 2 column 1.; .*mean"),
         ("mine.json", b'[{"prompt": "a"}, 7]', "item 2: not a JSON object"),
         ("mine.json", b'[{"messages": []}]', "no conversation in which a user speaks"),
-        ("mine.txt", b"\n", "mine.txt is empty; write one prompt a text"),
+        ("mine.txt", b"\n", "mine.txt holds no prompt: write at least one"),
     ],
 )
 def test_unreadable_record_is_named(tmp_path, name, content, words) -> None:
@@ -248,7 +249,7 @@ def test_five_broken_lines_are_named_in_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"\n \r\n\n"])
 def test_empty_prompts_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    assert "is empty" in refusal(tmp_path, content)
+    assert "holds no prompt" in refusal(tmp_path, content)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_any_mutation_loads_or_is_refused_by_line(
     content = GOOD
     for start, removed, added in edits:
         content = content[:start] + added + content[start + removed :]
-    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    lines = re.split(rb"\r\n|\r|\n", content.removeprefix(b"\xef\xbb\xbf"))
     try:
         prompts = load(write(tmp_path_factory.getbasetemp(), content))
     except UserError as error:
