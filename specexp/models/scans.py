@@ -10,6 +10,8 @@ has one text of each recurrence, copied from model to model; here they are known
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
+from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from specexp.ops import op
 from specexp.tree import Branches
 
 Parts: TypeAlias = dict[tuple[str, int], Tensor]
@@ -30,22 +33,46 @@ SCANS = {
 }
 
 
+@dataclass
 class Paths:
-    """What n tokens see of the slots `place` [b, m], if `seen` [b, n, m]: those on their path."""
+    """What tokens at slots [b, n] see of those that are kept, `place` [b, m]: those on their path,
+    if `seen` [b, n, m], of which the first row may be what is added to the states."""
 
-    def __init__(self, seen: Tensor, place: Tensor) -> None:
+    seen: Tensor
+    place: Tensor
+    slots: Tensor
+
+    @cached_property
+    def between(self) -> Tensor:
+        """Whether the write of a slot decays by another's before a token reads it [b, m, n * (1 +
+        m)], and the state before that."""
+        place = self.place
         after = place[:, None, :] > place[:, :, None]  # [b, m, m]: slot l is after slot j
         after = nn.functional.pad(after, (0, 0, 1, 0), value=True)  # and all are after the state
-        between = (seen[:, :, None] & after[:, None]).float()
-        self.between = between.flatten(1, 2).mT  # [b, m, n * (1 + m)]
-        self.seen = nn.functional.pad(seen, (1, 0), value=True).float()[:, None, None]
+        return (self.seen[:, :, None] & after[:, None]).float().flatten(1, 2).mT
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """[b, 1, 1, n, 1 + m]: 1 for the state and for what is seen, else 0."""
+        return nn.functional.pad(self.seen, (1, 0), value=True).float()[:, None, None]
+
+    @cached_property
+    def prior(self) -> Tensor:
+        """[b, 1, 1, m]: 1 for slots before this pass."""
+        return (self.place < self.slots[:, :1])[:, None, None].float()
+
+    @cached_property
+    def earlier(self) -> Tensor:
+        """[b, 1, n, n]: 1 for tokens of earlier slots, and of those in one slot for the last."""
+        last = nn.functional.pad(self.slots.diff() != 0, (0, 1), value=True)
+        return ((self.slots[:, None] < self.slots[..., None]) & last[:, None])[:, None].float()
 
     def decays(self, g: Tensor) -> Tensor:
         """By what the state and then the write of each slot have decayed at a token
         [b, H, k, n, 1 + m], by their logarithms g [b, m, H, k]; 0 for a slot that it does not
         see."""
         w = (g.flatten(2).mT @ self.between).exp()
-        return w.view(len(w), *g.shape[2:], *self.seen.shape[3:]) * self.seen
+        return w.view(len(w), *g.shape[2:], *self.weights.shape[3:]) * self.weights
 
 
 class Window:
@@ -95,12 +122,8 @@ class Window:
             columns = path.topk(self.back).values.flip(-1)
         if first:
             seen = torch.cat([self.fold(place, slots, tokens), seen], 1)
-        self.paths = Paths(seen, place)
-        self.prior = (place < slots[:, :1])[:, None, None].float()  # [b, 1, 1, m]
-        self.own = (slots % self.size)[:, None, None]  # [b, 1, 1, n]
-        last = nn.functional.pad(slots.diff() != 0, (0, 1), value=True)  # of those in one slot
-        earlier = (slots[:, None] < slots[..., None]) & last[:, None]
-        self.earlier = earlier[:, None].float()  # [b, 1, n, n]
+        self.paths = Paths(seen, place, slots)
+        self.own = slots % self.size
         self.after = torch.where(tokens < 0, NOWHERE, self.entries(rows, slots)).flatten()
         self.columns = self.entries(rows, columns)  # [b, n, back]
 
@@ -148,6 +171,7 @@ class Scan:
         else:
             self.buffers[name, 0].index_copy_(0, self.window.after, x.flatten(0, 1))
 
+    @op
     def convolution(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None,
         activation: str | None = None, **_: Any,
@@ -210,6 +234,7 @@ class Scan:
         state.mul_(w[..., :1])
         state.view(len(y), -1, y.shape[2]).baddbmm_(x.reshape(len(y), -1, x.shape[3]), y)
 
+    @op
     def _scan(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
     ) -> Tensor:
@@ -224,7 +249,8 @@ class Scan:
         self._kept("key", k)
         self._kept("decay", g)
         keys, decays, writes, state = self._here()
-        w = window.paths.decays(decays)
+        paths = window.paths
+        w = paths.decays(decays)
         past, w = w[..., 0, :], w[..., window.folds :, :]
         x = (q if beta is None else torch.cat([q, k], 1)).transpose(1, 2)  # q, then keys to read by
         each = (-1, n)  # of [b, H, n or 2n, ...], as [b, H, 1 or 2, n, ...]
@@ -243,10 +269,10 @@ class Scan:
         if beta is not None:
             rate = beta.transpose(1, 2)[..., None]
             (read, known), (scores, among) = read.split(n, 2), scores.split(n, 2)
-            v = rate * (v.transpose(1, 2) - known - (among * window.prior) @ writes.transpose(1, 2))
+            v = rate * (v.transpose(1, 2) - known - (among * paths.prior) @ writes.transpose(1, 2))
             if n > 1:
-                own = window.own.expand(b, H, n, -1)
-                among = rate * among.gather(3, own) * window.earlier
+                own = window.own[:, None, None].expand(b, H, n, -1)
+                among = rate * among.gather(3, own) * paths.earlier
                 v = torch.linalg.solve_triangular(among, v, upper=False, unitriangular=True)
             v = v.transpose(1, 2)
         self._kept("write", v)

@@ -59,6 +59,12 @@ def test_text_of_a_ragged_batch_is_that_of_transformers(family, kind, tree):
     assert right(engine(kind, tree, "match", family), family)
 
 
+@pytest.mark.parametrize("family", ["granite4", "lfm2", "qwen3_5"])
+def test_text_in_float32_is_that_in_float64(family):
+    """In which convolutions are torch's operations."""
+    assert right(engine("self", "grown", "match", family, dtype=torch.float32), family)
+
+
 @pytest.mark.parametrize(("rule", "tree"), [("match", "branching"), ("reject", "chain")])
 @pytest.mark.parametrize("family", FEW)
 def test_sampled_text_of_a_row_does_not_depend_on_its_batch(family, rule, tree):

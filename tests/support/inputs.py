@@ -25,6 +25,7 @@ from specexp.fast import fused
 from specexp.models import heads, lm
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
+from specexp.models.scans import FIRST, Scan, Window
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, _signed
 from specexp.sequences import Draft, Sequences, Verdict
@@ -474,6 +475,71 @@ def gated_products(dice: Dice) -> Case:
     return Case((dice.odd(x), weight / E**0.5, bias), near=COARSE[dtype])
 
 
+def tokens_of_a_window(dice: Dice, size: int, back: int) -> tuple[Window, Tensor]:
+    """Some rows of the last `size` slots of each, aimed at a line or at a tree; the tokens are
+    those of a round's first pass or of a later one, and padding follows those of a row."""
+    first, b, n = dice.randint(0, 1), dice.randint(1, 2), dice.randint(1, 4)
+    window = Window(first + b, size, back, dice.device)
+    window.based.copy_(dice.whole(0, 40, first + b))
+    rows = slice(first, first + b)
+    slots = window.based[rows, None] + dice.whole(0, size - n, b, 1)
+    slots = slots + torch.arange(n, device=dice.device)
+    tokens = torch.where(slots - slots[:, :1] > dice.whole(0, n + 1, b, 1), -1, slots)
+    visible = None
+    if dice.often():
+        root = slots[:, :1] - dice.randint(0, 1)
+        M = slots[:, -1:] - root[:1] + 1
+        own = slots[0] - root[0]
+        seen = dice.uniform_(b, n, int(M[0])) < 0.5
+        place = torch.arange(int(M[0]), device=dice.device)
+        visible = Branches(root, (seen & (place < own[:, None])) | (place == own[:, None]))
+    window.aim(rows, slots, tokens, visible, dice.random() < 0.7)
+    return window, tokens
+
+
+def convolved(dice: Dice) -> Case:
+    """Channels of which some fill no vector, in a part of wider rows."""
+    back = dice.choice([3, 4])
+    window, tokens = tokens_of_a_window(dice, 9, back)
+    dtype, C, k = dice.choice(KINDS), dice.choice([5, 16, 40]), dice.choice([2, back])
+    scan = Scan(torch.nn.Identity())
+    scan.window = window
+    kept = dice.normal(FIRST + 9 * len(window.based), C).to(dtype)
+    scan.buffers = {("conv", 0): kept}
+    x = dice.normal(*tokens.shape, C + 3).to(dtype)[..., 3:].transpose(1, 2)
+    bias = dice.normal(C).to(dtype) if dice.often() else None
+    weight, activation = dice.normal(C, k).to(dtype), dice.choice(["silu", "silu", None, "gelu"])
+    args = scan, x, weight, bias, activation
+    return Case(args, lambda: [kept[FIRST:]], COARSE[dtype])
+
+
+def scanned(dice: Dice) -> Case:
+    """The delta rule with a decay a head or a key, or Mamba 2, whose states are turned."""
+    window, tokens = tokens_of_a_window(dice, dice.choice([6, 9]), 4)
+    (b, n), B, m = tokens.shape, len(window.based), window.size
+    K, V, G = dice.choice([3, 16, 40]), dice.choice([5, 16, 100]), dice.choice([1, 2])
+    H, kind = G * dice.choice([1, 2]), dice.choice(["delta", "kimi", "mamba"])
+    H, D = (G, K) if kind == "kimi" else (H, 1)
+    scan = Scan(torch.nn.Identity())
+    scan.window, scan.turned = window, kind == "mamba"
+    states = (V, K) if scan.turned else (K, V)
+    scan.buffers = {
+        ("key", 0): dice.normal(FIRST + B * m, G, K) / K**0.5,
+        ("decay", 0): -dice.uniform_(FIRST + B * m, H, D),
+        ("write", 0): dice.normal(FIRST + B * m, H, V),
+        ("recurrent", 0): dice.normal(B, H, *states),
+    }
+    q, k = (dice.normal(b, n, G, K) / K**0.5 for _ in range(2))
+    v, g = dice.normal(b, n, H, V), -dice.uniform_(b, n, H, D)
+    beta = None if scan.turned else dice.uniform_(b, n, H)
+    kept = list(scan.buffers.values())
+
+    def changed() -> list[Tensor]:
+        return [kept[3], *(x[FIRST:] for x in kept[:3])]
+
+    return Case((scan, q, k, dice.odd(v), g, beta), changed, (1e-4, 1e-5))
+
+
 INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     sampling.likeliest: likeliest,
     sampling.ranked: ranked,
@@ -496,6 +562,8 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     Table.read: recall,
     Table.write: note,
     lm.spoil: spoil,
+    Scan.convolution: convolved,
+    Scan._scan: scanned,
     heads.product: product,
     Slots.keep: keep,
     fused.attention: attention,

@@ -1,8 +1,8 @@
 """Compiled code for a CPU: C++ that is compiled once per machine, and how Python calls it.
 
-passes.cpp runs a network over a few rows as one call (passes.py); rounds.cpp and chance.cpp hold
-the kernels of operations (ops.py). Without a C++ compiler, or with SPECEXP_NATIVE=off, torch's
-operations do the same.
+passes.cpp runs a network over a few rows as one call (passes.py); rounds.cpp, chance.cpp and
+scans.cpp hold the kernels of operations (ops.py). Without a C++ compiler, or with
+SPECEXP_NATIVE=off, torch's operations do the same.
 """
 
 import hashlib
@@ -40,6 +40,7 @@ FUNCTIONS = {
         "note", "places", "read", "until", "columns",
     ),
     "chance": ("law", "race", "addresses", "reject", "block"),
+    "scans": ("scan", "convolution_float32", "convolution_bfloat16"),
 }  # fmt: skip
 
 
@@ -94,11 +95,12 @@ def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
 
 
 class Library(NamedTuple):
-    """The three files of code, and the functions of the last two by name."""
+    """The files of code, and the functions of all but the first by name."""
 
     passes: CDLL
     rounds: CDLL
     chance: CDLL
+    scans: CDLL
     functions: Any
 
 
@@ -117,7 +119,7 @@ def state() -> str:
         return "no C++ compiler: torch's operations"
     if not (code := _loaded()):
         return "does not compile: torch's operations"
-    paths = (Path(part._name) for part in code[:3])
+    paths = (Path(part._name) for part in code[:-1])
     files = b"".join(file.read_bytes() for file in paths if file.exists())
     return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
 

@@ -1,4 +1,4 @@
-"""The kernels of a CPU: each calls a compiled function (rounds.cpp, chance.cpp).
+"""The kernels of a CPU: each calls a compiled function (rounds.cpp, chance.cpp, scans.cpp).
 
 Besides passes, a round is few numbers in many operations, and each of torch's takes microseconds. A
 kernel takes plain int64 and float32 tensors that are contiguous, where nothing else is said.
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from specexp.drafters import ngram, recycle, suffix
 from specexp.fast import cpu_replays, fused, fused_eagle, huge_pages
 from specexp.fast.cpu import build
 from specexp.models import lm
+from specexp.models.scans import FIRST, Scan
 from specexp.sampling import ACCEPT, RESIDUAL, Noise, Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -306,3 +307,44 @@ def spoil(fault: Tensor, logits: Tensor) -> None:
         return NotImplemented
     build.functions().spoil(len(fault), logits[0].numel(), logits, fault)
     return None
+
+
+@compiled(Scan.convolution)
+def convolution(
+    self: Scan, x: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Inputs may be strided, but for the weight; of at least 16 channels."""
+    name = f"convolution_{str(x.dtype).removeprefix('torch.')}"
+    run = getattr(build.functions(), name, None)
+    (b, C, n), window = x.shape, self.window
+    if run is None or window is None or activation not in (None, "silu") or C < 16:
+        return NotImplemented
+    kept = self.buffers["conv", 0]
+    if not packed(x.dtype, kept, weight, *([] if bias is None else [bias])) or x.stride(1) != 1:
+        return NotImplemented
+    y = torch.empty(b, n, C, dtype=x.dtype)
+    shape = b, n, C, weight.shape[1], window.back, x.stride(0), x.stride(2), activation == "silu"
+    run(*shape, window.after, window.columns, x, weight, 0 if bias is None else bias, kept, y)
+    return y.transpose(1, 2)
+
+
+@compiled(Scan._scan)
+def scan(
+    self: Scan, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
+) -> Tensor:
+    """Inputs may be strided."""
+    if (window := self.window) is None:
+        return NotImplemented
+    kept = [self.buffers[name, 0] for name in ("key", "decay", "write")]
+    state = self.buffers["recurrent", 0][window.rows]
+    given = [x.contiguous() for x in (q, k, v, g, beta) if x is not None]
+    if not floats(*given, *kept, state):
+        return NotImplemented
+    (b, n, H, V), (G, K) = v.shape, k.shape[2:]
+    shape = b, n, window.size, FIRST + window.rows.start * window.size, window.folds, G, H, K, V
+    how = g.shape[3], self.turned, torch.get_num_threads()
+    seen = window.paths.seen.contiguous(), window.paths.place, window.own, window.after
+    y, no_rate = torch.empty(b, n, H, V), [0] * (beta is None)
+    build.functions().scan(*shape, *how, *seen, *given, *no_rate, *kept, state, y)
+    return y

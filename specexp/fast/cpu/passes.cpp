@@ -8,6 +8,7 @@
 // __init__.py declares Layer, Net and Pass to Python.
 
 #include "calls.h"
+#include "products.h"
 #include "tiles.h"
 #include "vectors.h"
 #include <atomic>
@@ -15,44 +16,9 @@
 #include <omp.h>
 #include <optional>
 #include <vector>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
-// Rows of x and rows of w whose products are summed in registers at the same time.
-#ifdef __AVX512F__
-constexpr int TALL = 6, BROAD = 4;
-#else
-constexpr int TALL = 3, BROAD = 4;
-#endif
-constexpr int AHEAD = 1 << 14; // bytes by which weights are prefetched
 // Up to so many numbers every thread norms, or packs, all by itself: faster than a barrier.
 constexpr int64_t FEW = 1 << 12, SHORT = 1 << 16;
-#ifdef __AVX__
-#define HELD(x) asm("" : "+v"(x)) // keeps x in a register: the compiler would load it at every use
-#else
-#define HELD(x)
-#endif
-
-// `some`: the STEP numbers of a row that one instruction multiplies; `add`: their products, added.
-template <typename num> constexpr int STEP = LANES;
-static inline vec some(const float *p) { return load(p); }
-#ifdef __AVX512BF16__
-template <> constexpr int STEP<bfloat16> = 2 * LANES;
-static inline __m512bh some(const bfloat16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
-static inline void add(vec &sums, __m512bh a, __m512bh b) {
-    sums = (vec)_mm512_dpbf16_ps((__m512)sums, a, b);
-}
-#else
-static inline vec some(const bfloat16 *p) { return load(p); }
-#endif
-static inline void add(vec &sums, vec a, vec b) { sums += a * b; }
-// Rows of weights that M tokens read side by side. Memory is read fastest in order, by one row, for
-// as long as multiplying does not hold it up: by M more, or by making the weights float first.
-template <typename num, int M>
-constexpr int ABREAST = STEP<num> * sizeof(num) < sizeof(vec) ? BROAD
-                        : STEP<num> == LANES                  ? (M == 1 ? 1 : BROAD)
-                                                              : (M <= 4 ? 1 : 2);
 
 template <typename num> struct Layer {
     const num *before, *after, *q_norm, *k_norm;          // the last two or null
@@ -88,52 +54,6 @@ template <typename num> struct Pass {
 };
 
 // --- parts of a pass ------------------------------------------------------------------------------
-
-// Calls f(size, first row) for blocks of at most TALL rows; size is a compile-time constant.
-template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f, int64_t r = 0) {
-    for (; r + M <= rows; r += M) f(std::integral_constant<int, M>(), r);
-    if constexpr (M > 1) blocks<M - 1>(rows, f, r);
-}
-
-// Dot products y [M, N] of M rows of x and N rows of w, each `size` long, set or added. Weights are
-// prefetched into the second-level cache, for the first one holds x; the processor does that better
-// by itself for one or two tokens that read one row after the other.
-template <int M, int N, typename num>
-static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
-                        int64_t size, float *y, int64_t y_stride, bool added) {
-    constexpr int R = std::min(N, ABREAST<num, M>);
-    vec acc[M][N];
-    each<M>([&](auto i) { each<N>([&](auto j) { acc[i][j] = vec{}; }); });
-    const int64_t end = size - size % STEP<num>;
-    each<N / R>([&](auto g) {
-        for (int64_t k = 0; k < end; k += STEP<num>) {
-            decltype(some(x)) a[M];
-            each<M>([&](auto i) {
-                a[i] = some(x + i * x_stride + k);
-                HELD(a[i]);
-            });
-            each<R>([&](auto r) {
-                constexpr int j = g * R + r;
-                const num *at = w + j * size + k;
-                const auto b = some(at);
-                if (R > 1 || M > 2) __builtin_prefetch((const char *)at + AHEAD, 0, 2);
-                each<M>([&](auto i) { add(acc[i][j], a[i], b); });
-            });
-        }
-    });
-    each<M>([&](auto i) {
-        float s[N];
-        int u = 0;
-        for (; u + 4 <= N; u += 4) *(vec4 *)(s + u) = sums(acc[i] + u);
-        for (; u < N; u++) s[u] = sum(acc[i][u]);
-        for (int j = 0; j < N; j++) {
-            for (int64_t t = end; t < size; t++)
-                s[j] = std::fma(wide(x[i * x_stride + t]), wide(w[j * size + t]), s[j]);
-            if (bias) s[j] += wide(bias[j]);
-            y[i * y_stride + j] = added ? y[i * y_stride + j] + s[j] : s[j];
-        }
-    });
-}
 
 // RMS norm (Zhang & Sennrich 2019).
 template <typename num, typename out>

@@ -1,0 +1,176 @@
+// The recurrences and short convolutions of models/scans.py, over all tokens of a pass at once. Tokens
+// write what they add at the entries `after`, 0 for padding. float32 but for columns; contiguous.
+
+#include "calls.h"
+#include "products.h"
+#include <vector>
+
+// y [M, C vectors] = scale y + p [M, J] x [J, C vectors]; rows of x and y are `size` apart, of scale `step`.
+template <int M, int C>
+INLINED void mixed(int64_t J, const float *p, const float *x, int64_t size, const float *scale, int64_t step,
+                   float *y) {
+    vec acc[M][C];
+    each<M>([&](auto i) {
+        each<C>([&](auto u) { acc[i][u] = load(y + i * size + u * LANES) * scale[i * step]; });
+    });
+    for (int64_t j = 0; j < J; j++)
+        each<C>([&](auto u) {
+            const vec value = load(x + j * size + u * LANES);
+            each<M>([&](auto i) { acc[i][u] += p[i * J + j] * value; });
+        });
+    each<M>([&](auto i) { each<C>([&](auto u) { *(vec *)(y + i * size + u * LANES) = acc[i][u]; }); });
+}
+
+static void mix(int64_t rows, int64_t J, const float *p, const float *x, int64_t size, const float *scale,
+                int64_t step, float *y) {
+    blocks(rows, [&](auto M, int64_t r) {
+        int64_t c = 0;
+        auto by = [&](auto C) {
+            for (; c + C * LANES <= size; c += C * LANES)
+                mixed<M, C>(J, p + r * J, x + c, size, scale + r * step, step, y + r * size + c);
+        };
+        by(std::integral_constant<int, BROAD>());
+        by(std::integral_constant<int, 1>());
+        for (; c < size; c++)
+            for (int64_t i = r; i < r + M; i++) {
+                float &to = y[i * size + c] *= scale[i * step];
+                for (int64_t j = 0; j < J; j++) to += p[i * J + j] * x[j * size + c];
+            }
+    });
+}
+
+// y [rows, count] = the dot products of rows of x and rows of w, both `size` long.
+static void dots(int64_t rows, const float *x, int64_t count, const float *w, int64_t size, float *y) {
+    int64_t o = 0;
+    auto by = [&](auto N) {
+        for (; o + N <= count; o += N)
+            blocks(rows, [&](auto M, int64_t r) {
+                const float *none = nullptr;
+                tile<M, N>(x + r * size, size, w + o * size, none, size, y + r * count + o, count, false);
+            });
+    };
+    by(std::integral_constant<int, BROAD>());
+    by(std::integral_constant<int, 1>());
+}
+
+// G heads of keys, H of values; D decays a head, 1 or K. Of the m slots of a row, whose entries begin at
+// `first`, seen [rows, folds + n, m] are those that are added to the state, if folds, and those that
+// tokens see. beta: of the delta rule, or null. turned: states are [V, K].
+static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t folds, int64_t G, int64_t H,
+                 int64_t K, int64_t V, int64_t D, int64_t turned, int64_t threads, const bool *seen,
+                 const int64_t *place, const int64_t *own, const int64_t *after, const float *q,
+                 const float *k, const float *v, const float *g, const float *beta, float *keys,
+                 float *decays, float *writes, float *states, float *out) {
+    const int64_t T = folds + n, N = beta ? 2 * n : n; // N: rows that read: queries, and keys
+    std::vector<int64_t> slots(rows * m), count(rows); // those that are seen, in order
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = r * n; i < (r + 1) * n; i++) {
+            if (!after[i]) continue;
+            std::copy_n(k + i * G * K, G * K, keys + after[i] * G * K);
+            std::copy_n(g + i * H * D, H * D, decays + after[i] * H * D);
+            if (!beta) std::copy_n(v + i * H * V, H * V, writes + after[i] * H * V);
+        }
+        int64_t *begin = &slots[r * m], *end = begin;
+        for (int64_t j = 0; j < m; j++) {
+            bool any = false;
+            for (int64_t i = 0; i < T; i++) any |= seen[(r * T + i) * m + j];
+            if (any) *end++ = j;
+        }
+        std::sort(begin, end, [&](int64_t a, int64_t b) { return place[r * m + a] < place[r * m + b]; });
+        count[r] = end - begin;
+    }
+    const float zero = 0, one = 1;
+    auto head = [&](int64_t r, int64_t h, float *w) {
+        const int64_t *slot = &slots[r * m], c = count[r], group = h / (H / G), J = (1 + c) * D;
+        float *key = w + T * J + LANES, *weighed = key + c * K, *write = weighed + c * K, *x = write + c * V,
+              *p = x + N * K, *read = p + std::max({N, K, V}) * c, *state = states + (r * H + h) * K * V;
+        for (int64_t t = 0; t < c; t++) {
+            const int64_t entry = first + r * m + slot[t];
+            std::copy_n(keys + (entry * G + group) * K, K, key + t * K);
+            std::copy_n(writes + (entry * H + h) * V, V, write + t * V);
+        }
+        // w [T, 1 + c, D]: by what the state and each slot's write have decayed
+        for (int64_t i = 0; i < T; i++) {
+            float *sum = w + i * J;
+            std::fill_n(sum, D, 0.0f);
+            for (int64_t t = c - 1; t >= 0; t--) {
+                const bool sees = seen[(r * T + i) * m + slot[t]];
+                const float *by = decays + ((first + r * m + slot[t]) * H + h) * D;
+                for (int64_t d = 0; d < D; d++) {
+                    sum[(1 + t) * D + d] = sees ? sum[d] : -INFINITY;
+                    sum[d] += sees ? by[d] : 0;
+                }
+            }
+        }
+        for (int64_t i = 0; i < T * J; i += LANES) *(vec *)(w + i) = exponential(load(w + i));
+        // p [N, c]: how much each token reads of each write; x [N, K]: by what it reads the state
+        for (int64_t i = 0; i < n; i++) {
+            const float *left = w + (folds + i) * J;
+            for (int64_t t = 0; t < c; t++)
+                for (int64_t u = 0; u < K; u++)
+                    weighed[t * K + u] = key[t * K + u] * left[(1 + t) * D + (D > 1 ? u : 0)];
+            for (int64_t a = i; a < N; a += n) {
+                const float *from = (a < n ? q : k) + ((r * n + i) * G + group) * K;
+                dots(1, from, c, weighed, K, p + a * c);
+                for (int64_t u = 0; u < K; u++) x[a * K + u] = from[u] * left[D > 1 ? u : 0];
+            }
+        }
+        std::fill_n(read, N * V, 0.0f);
+        if (turned) dots(N, x, V, state, K, read);
+        else mix(N, K, x, state, V, &zero, 0, read);
+        for (int64_t i = 0; i < n && beta; i++) { // writes what its key does not read yet
+            const int64_t token = r * n + i, at = std::find(slot, slot + c, own[token]) - slot;
+            float *known = read + (n + i) * V, *by = p + (n + i) * c;
+            if (at < c) by[at] = 0;
+            mix(1, c, by, write, V, &one, 0, known);
+            if (at == c || !after[token]) continue;
+            for (int64_t u = 0; u < V; u++)
+                write[at * V + u] = beta[token * H + h] * (v[(token * H + h) * V + u] - known[u]);
+            std::copy_n(write + at * V, V, writes + (after[token] * H + h) * V);
+        }
+        mix(n, c, p, write, V, &one, 0, read);
+        for (int64_t i = 0; i < n; i++) std::copy_n(read + i * V, V, out + ((r * n + i) * H + h) * V);
+        int64_t f = folds ? c : 0; // those that are added to the state come first
+        while (f && !seen[r * T * m + slot[f - 1]]) f--;
+        for (int64_t u = 0; u < (turned ? V : K); u++)
+            for (int64_t t = 0; t < f; t++)
+                p[u * f + t] = w[(1 + t) * D + (D > 1 ? u : 0)] * (turned ? write[t * V + u] : key[t * K + u]);
+        if (f && turned) mix(V, f, p, key, K, w, 0, state);
+        else if (f) mix(K, f, p, write, V, w, D > 1, state);
+    };
+    const int64_t room = T * (1 + m) * D + LANES + m * (2 * K + V + std::max({N, K, V})) + N * (K + V);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> mine(room);
+#pragma omp for collapse(2)
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t h = 0; h < H; h++) head(r, h, mine.data());
+    }
+}
+
+// x [rows, n, C], whose rows and tokens lie `down` and `right` apart; weight [C, k]; bias [C] or null.
+// columns [rows, n, back]: the entries that a token reads, of which the last k count. C >= LANES.
+template <typename num>
+static void convolution(int64_t rows, int64_t n, int64_t C, int64_t k, int64_t back, int64_t down,
+                        int64_t right, int64_t gated, const int64_t *after, const int64_t *columns,
+                        const num *x, const num *weight, const num *bias, num *kept, num *out) {
+    for (int64_t i = 0; i < rows * n; i++)
+        if (after[i]) std::copy_n(x + i / n * down + i % n * right, C, kept + after[i] * C);
+    std::vector<float> taps(k * LANES);
+    for (int64_t begin = 0; begin < C; begin += LANES) {
+        const int64_t c = std::min(begin, C - LANES);
+        for (int64_t t = 0; t < k; t++)
+            for (int64_t u = 0; u < LANES; u++) taps[t * LANES + u] = wide(weight[(c + u) * k + t]);
+        for (int64_t i = 0; i < rows * n; i++) {
+            const int64_t *column = columns + (i + 1) * back - k;
+            vec y = bias ? load(bias + c) : vec{};
+            for (int64_t t = 0; t < k; t++) y += load(&taps[t * LANES]) * load(kept + column[t] * C + c);
+            if (gated) y = y / (1.0f + exponential(-y));
+            for (int64_t u = 0; u < LANES; u++) narrow(y[u], out + i * C + c + u);
+        }
+    }
+}
+
+CALLED(scan, scan)
+CALLED(convolution_float32, convolution<float>)
+CALLED(convolution_bfloat16, convolution<bfloat16>)
