@@ -161,7 +161,7 @@ def train(
     course = Course((Phase(steps, batch, LENGTH),), adam_lr=1e-3)
     compiled = device != "cpu" and can_compile(device)
     losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, compiled,
-                 checkpoint_every=20, aim=(layers, digest))  # fmt: skip
+                 checkpoint_every=min(20, steps // 4), aim=(layers, digest))  # fmt: skip
     figures = {"answers": agreement(target, draft, held)}
     answers = {"source": source, "answered": len(documents),
                "temperature": engine.sampling.temperature}  # fmt: skip

@@ -46,7 +46,7 @@ def test_cut_computes_what_the_target_does_without_the_other_layers():
 
 
 def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
-    """Twice in a row the second finds all that the first did."""
+    """Killed in the middle, it goes on there; and another time finds all that was done."""
     monkeypatch.setattr(drafts, "LENGTH", 32)
     pairing = specexp.load(str(folder), "plain", temperature=0.8)
     prompts = pairing.encode([TEXT[i:] for i in range(24)])
@@ -55,6 +55,18 @@ def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
         return drafts.train(pairing.engine, pairing.tokenizer, "mine", prompts, 2, 1e-3,
                             tmp_path / "out", tmp_path / "work", source="24 lines")  # fmt: skip
 
+    steps = []
+
+    def killed(file, state):
+        drafts.keep(file, state)
+        steps.append(len(state["losses"]))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as first:
+        first.setattr("specexp.zoo.train.keep", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train()
+    assert 0 < steps[0] < drafts.FEWEST
     made = train()
     facts = json.loads((made / "zoo.json").read_text())
     assert (made.name, facts["role"], facts["target"]) == ("mine-draft-2", "draft", "mine")
