@@ -56,7 +56,7 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
     view[marked] = view[marked].apply(lambda cells: cells.str.removesuffix(mark))  # once is enough
     view = view.rename(columns={column: column + mark for column in marked})
     out = Table(*view, title=title, title_justify="left", box=None, header_style="bold",
-                padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
+                padding=(0, 1, 0, 0), pad_edge=False, min_width=len(experiment))  # fmt: skip
     for column in out.columns:
         column.no_wrap, column.overflow = column.header in ("drafter", "policy", "speedup"), "fold"
     for row in view.itertuples(index=False):

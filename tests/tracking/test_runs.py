@@ -1,6 +1,7 @@
 """What a notebook may log, how it reaches MLflow, and the security of the UI."""
 
 import importlib.metadata
+import io
 import json
 import multiprocessing
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from rich.console import Console
 from support.artifacts import digests
 from support.servers import Mlflow
 
@@ -245,6 +247,13 @@ def test_overview_marks_lossy_and_simulated_figures():
     assert list(view["tok/s"]) == ["9", "9", "9", "9 simulated"]
     assert set(view["accepted"]) == {"50%"}
     assert compare.overview(runs.head(0)).empty
+
+
+def test_experiment_with_a_longer_name_than_its_table_is_wide_keeps_it_on_one_line():
+    runs = pd.DataFrame({"experiment": "of_my_own", "params.seed": ["1", "2"]})
+    console = Console(file=io.StringIO(), width=80)
+    console.print(compare.table("of_my_own", runs))
+    assert console.file.getvalue().startswith("of_my_own\n")
 
 
 def test_overview_tells_what_runs_were_made_with_where_it_differs():
