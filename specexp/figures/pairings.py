@@ -108,8 +108,8 @@ def by_position(samples: pd.DataFrame) -> Figure:
         main = samples[samples["pairing"] == first]
         reached = summaries.positions(main)
         style.title(figure,
-              f"{first}: acceptance length {summaries.length(main)}; the first draft token is "
-              f"accepted in {style.share(reached.iloc[0])} of rounds, the last in "
+              f"{first}: acceptance length {summaries.length(main)}; first draft token "
+              f"accepted in {style.share(reached.iloc[0])} of rounds, last in "
               f"{style.share(reached.iloc[-1])}"
         )  # fmt: skip
     return figure

@@ -269,7 +269,8 @@ _exporter = cache(HTMLExporter)
 def _to_html(folder: Path) -> None:
     page = f"This notebook could not be converted to HTML; see {NOTEBOOK}."
     with _HTML, contextlib.suppress(Exception):  # the result may be right all the same
-        ran = nbformat.read(folder / NOTEBOOK, as_version=4)
-        page, _ = _exporter().from_notebook_node(_readable(ran))
+        ran = _readable(nbformat.read(folder / NOTEBOOK, as_version=4))
+        nbformat.write(ran, folder / NOTEBOOK)
+        page, _ = _exporter().from_notebook_node(ran)
         page = _SCRIPT.sub("", page).replace("<head>", f"<head>\n{INERT}", 1)
     (folder / PAGE).write_text(page)

@@ -866,7 +866,7 @@ def test_early_exit_is_a_failure_unlike_in_papermill(store, points, tmp_path):
     assert go(points(how=["exits"]))[0] == 1
 
 
-def test_a_page_has_its_notebooks_title_and_no_widgets(tmp_path):
+def test_a_page_has_its_notebooks_title_and_neither_has_dead_widgets(tmp_path):
     bar = nbformat.v4.new_output(
         "display_data", {WIDGET: {"model_id": "1"}, "text/plain": "run:   0%|    | 0/9"}
     )
@@ -879,9 +879,9 @@ def test_a_page_has_its_notebooks_title_and_no_widgets(tmp_path):
     _tidy(tmp_path)
     page = (tmp_path / PAGE).read_text()
     assert "<title>How often is &lt;it&gt; right?</title>" in page
-    assert "0/9" not in page
-    assert "nine runs" in page
-    assert "0/9" in (tmp_path / NOTEBOOK).read_text()
+    for text in (page, (tmp_path / NOTEBOOK).read_text()):
+        assert "0/9" not in text
+        assert "nine runs" in text
 
 
 def test_error_that_is_shown_and_kept_has_no_secret_and_no_escape_sequence(store):
