@@ -291,7 +291,7 @@ def _sizes(config: Any, dtype: torch.dtype, again: int) -> dict[str, Any]:
         "itemsize": dtype.itemsize,
         "weights": load.weight_bytes(config, dtype),
         "bfloat16": load.weight_bytes(config, torch.bfloat16),
-        "kv": memory.kv_bytes(config, dtype.itemsize),
+        "kv": memory.slot_bytes(config, dtype.itemsize, reach(config)),
         "state": states[0],
         "state_by_node": states[1] - states[0],
     }

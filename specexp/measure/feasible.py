@@ -287,7 +287,9 @@ def needed(pairing: Candidate, batch: int, tokens: int) -> memory.Need:
     slots, size = memory.rounded(tokens + tree.room), models[0].itemsize
     law = memory.law_bytes("any", pairing.temperature)
     caches = (
-        slots * times * model.kv + model.state + tree.room * model.state_by_node
+        memory.row_bytes(model.kv, slots * times, tree.room)
+        + model.state
+        + tree.room * model.state_by_node
         for model, times in zip(models, (1, pairing.limits.slots), strict=False)
     )
     return memory.Need(

@@ -284,8 +284,9 @@ def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40
             "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
             "guesses": len(lone_tree(engines[arm])) - 1,
             "weights_mb": added_bytes(engines[arm]) / 1e6,
-            "kv_bytes": sum(m.kv_bytes_per_token for m in engines[arm].drafter.models
-                            if m.cache is not engines[arm].target.cache),
+            "kv_bytes": sum(m.kv_bytes(m.cache.size) // m.cache.size
+                            for m in engines[arm].drafter.models
+                            if m.cache and m.cache is not engines[arm].target.cache),
         }
         for arm, (draft, verify, rest) in seconds.items()
     )  # fmt: skip

@@ -3,7 +3,8 @@
 A model calls `update` once per layer and pass; the layer writes the new keys and values at the
 slots announced by `aim` and returns the whole buffer. The mask decides which slots are read, so a
 roll back costs nothing: a row's length shrinks and stale slots are overwritten. Only for a tree
-must the accepted path be moved to the front (`keep`).
+must the accepted path be moved to the front (`keep`). A layer with a window keeps the last slots
+alone, in a ring: slot s at place s % R of R + 1, and padding at the last, which is never read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specexp.models.memory import Layer
+from specexp.models.memory import Layer, kept
 from specexp.ops import op
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Branches, line_mask
@@ -26,19 +27,21 @@ if TYPE_CHECKING:
 
 
 class Slots(CacheLayerMixin):
-    """One layer: keys and values [B, H, S, d], written at `cache.slots` of `cache.rows`."""
+    """One layer: keys and values [B, H, S, d], written at `cache.places[S]` of `cache.rows`; a
+    ring if S is less than the cache's."""
 
     is_sliding = False
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, cache: SlotCache, size: int) -> None:
         super().__init__()
         self.cache: Any = proxy(cache)  # a reference cycle would delay freeing the buffers
+        self.size = size
         self.index: Tensor | None = None  # [B, 1, S, d], the keys of an indexer, if it has one
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        B, S = self.cache.batch, self.cache.size
+        B = self.cache.batch
         self.keys, self.values = (
-            x.new_zeros(B, x.shape[1], S, x.shape[-1]) for x in (key_states, value_states)
+            x.new_zeros(B, x.shape[1], self.size, x.shape[-1]) for x in (key_states, value_states)
         )
         self.is_initialized = True
 
@@ -47,19 +50,19 @@ class Slots(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows, seen = self.cache.rows, self.cache.seen
-        keys, values = self.keys[rows, :, :seen], self.values[rows, :, :seen]
-        keys.scatter_(2, self.cache.slots.expand_as(key_states), key_states)
-        values.scatter_(2, self.cache.slots.expand_as(value_states), value_states)
-        return keys, values
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """Write states [b, H, n, d]; returns what the pass may read [b, H, m, d]."""
+        rows = buffer[self.cache.rows]
+        rows.scatter_(2, self.cache.places[self.size].expand_as(states), states)
+        return rows[:, :, : self.cache.seen]
 
     def update_indexer(self, states: Tensor) -> Tensor:
         """The same for the keys [b, n, d] of an indexer, which chooses the keys to attend to."""
         if self.index is None:
-            self.index = states.new_zeros(self.cache.batch, 1, self.cache.size, states.shape[-1])
-        keys = self.index[self.cache.rows, :, : self.cache.seen]
-        keys.scatter_(2, self.cache.slots.expand_as(states[:, None]), states[:, None])
-        return keys[:, 0]
+            self.index = states.new_zeros(self.cache.batch, 1, self.size, states.shape[-1])
+        return self._write(self.index, states[:, None])[:, 0]
 
     @property
     def buffers(self) -> Iterator[Tensor]:
@@ -90,11 +93,12 @@ class Slots(CacheLayerMixin):
 class SlotCache(Cache):
     """A static buffer of `batch` rows of `size` slots per layer; call `aim` before each pass.
 
-    `kinds`: what its layers are; a number stands for as many that read everything. `states`: of
-    layers that keep some. `mark`: identifies this buffer; no later cache has an equal one.
+    `kinds`: what its layers are; a number stands for as many that read everything. `room`: slots
+    from the root on that a round may write. `states`: of layers that keep some. `mark`: identifies
+    this buffer; no later cache has an equal one.
     """
 
-    def __init__(self, kinds: Sequence[Layer] | int, batch: int, size: int) -> None:
+    def __init__(self, kinds: Sequence[Layer] | int, batch: int, size: int, room: int = 1) -> None:
         self.kinds = (Layer(),) * kinds if isinstance(kinds, int) else tuple(kinds)
         self.mark = object()
         self.drafters: WeakSet[Any] = WeakSet()  # whose memory was allocated with this buffer
@@ -102,12 +106,34 @@ class SlotCache(Cache):
         self.rows = slice(0, batch)
         self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
         self.states: States | None = None
-        super().__init__(layers=[Slots(self) for _ in self.kinds])
+        self.sizes = {layer.span: kept(layer.span, size, room) for layer in self.kinds}
+        self.places: dict[int, Tensor] = {}  # where a pass writes [b, 1, n, 1], by a layer's size
+        super().__init__(layers=[Slots(self, self.sizes[layer.span]) for layer in self.kinds])
 
-    def aim(self, rows: slice, slots: Tensor, seen: int) -> None:
-        """Make the next pass write at slots [b, n] of these b rows and read the first `seen`."""
+    def aim(self, rows: slice, slots: Tensor, seen: int, tokens: Tensor | None = None) -> None:
+        """Make the next pass write tokens [b, n] (-1: padding) at slots [b, n] of these b rows, of
+        which the last is the furthest, and read the first `seen`."""
         B, n = slots.shape
         self.rows, self.slots, self.seen = rows, slots.reshape(B, 1, n, 1), seen
+        for span, size in self.sizes.items():
+            assert size == self.size or n + span <= size, "no room for the pass"
+            places = self.place(slots, size)
+            if size < self.size and tokens is not None:
+                places = places.masked_fill(tokens < 0, size - 1)
+            self.places[size] = places.reshape(B, 1, n, 1)
+
+    def place(self, slots: Tensor, size: int) -> Tensor:
+        """Where a layer of this size keeps these slots."""
+        return slots if size == self.size else slots % (size - 1)
+
+    def held(self, size: int) -> Tensor:
+        """The slot [b or 1, 1, m] that each place of a layer of this size holds once this pass has
+        written; negative: none."""
+        place = torch.arange(min(self.seen, size), device=self.slots.device)[None, None]
+        if size == self.size:
+            return place
+        first = self.slots[:, :, -1] + 2 - size
+        return torch.where(place < size - 1, first + (place - first) % (size - 1), -1)
 
     def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [b, 1, n, seen]: 0 where a slot is visible, else the least finite number.
@@ -127,17 +153,19 @@ class SlotCache(Cache):
         return {kind: masks[span] for kind, span in spans.items()}
 
     def _near(self, visible: Tensor | None, window: int, chunk: int) -> Tensor | None:
-        """The visible slots in each token's window and chunk. What a token sees is one text, in the
-        order of slots, so the position of a slot is the number of visible ones before it."""
+        """The visible slots [b, n, m] in each token's window and chunk, of those that such a layer
+        holds. What a token sees is one text, in the order of slots, so the position of a slot is
+        the number of visible ones before it."""
         if not window and not chunk:
             return visible
+        held = self.held(self.sizes.get(window or chunk, self.size))
         if visible is None:
-            own = self.slots[:, 0]
-            place = torch.arange(self.seen, device=own.device)[None, None]
-            near = place <= own
+            own, place = self.slots[:, 0], held
+            near = (place >= 0) & (place <= own)
         else:
             place = visible.cumsum(-1) - 1
-            own, near = place[:, :, -1:], visible
+            own, at = place[:, :, -1:], held.clamp(min=0).expand(*visible.shape[:2], -1)
+            near, place = visible.gather(2, at) & (held >= 0), place.gather(2, at)
         if window:
             near = near & (own - place < window)
         return near & (own // chunk == place // chunk) if chunk else near
@@ -147,8 +175,9 @@ class SlotCache(Cache):
         depth = torch.arange(verdict.path.shape[1], device=verdict.path.device)[None]
         target = seqs.places(depth)
         source = torch.where(depth <= verdict.n[:, None], seqs.places(verdict.path), target)
+        moves = {s: (self.place(source, s), self.place(target, s)) for s in self.sizes.values()}
         for layer in self.layers:
-            layer.keep(seqs.rows, source, target)
+            layer.keep(seqs.rows, *moves[layer.size])
         if self.states:
             self.states.keep(seqs.rows, source, target, verdict.n)
 

@@ -33,7 +33,7 @@ from specexp.models.recurrent import (
 )
 from specexp.models.servable import reach
 from specexp.ops import op
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sequences import Draft, Sequences, Verdict, until
 from specexp.tree import Branches, Tree
 
 
@@ -184,9 +184,10 @@ class LM:
     `process`: what a target's generation config makes of the logits [B, N, V] after a draft.
     `context`: the longest sequence it can read. `fault` [B]: NaN for rows in which this model has
     produced NaN or infinite logits, more than 0 for those in which `process` left no token, else 0
-    (see `why`). `room` and `again`: the slots from the root on that a
-    round may write, and the tokens before the root that it feeds again; what has states keeps them
-    for as many slots.
+    (see `why`). `bounded`: it keeps states, or keys in a window, of a row's last slots alone, so
+    that what is written past a text takes the place of what lies before. `room` and `again`: the
+    slots from the root on that a round may write, and the tokens before the root that it feeds
+    again; what has states keeps them for as many slots.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class LM:
         self.config = module.config.get_text_config()
         self.context = reach(self.config)
         self.layers = layers(self.config, self.context)
+        self.bounded = bool(net.parts) or any(layer.span for layer in self.layers)
         self.device, self.dtype = module.device, module.dtype
         self.cache: SlotCache | None = None
         self.fault = torch.zeros(0)
@@ -218,21 +220,17 @@ class LM:
     def parameters(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return memory.kv_bytes(self.config, self.dtype.itemsize)
-
-    @property
-    def state_bytes_per_row(self) -> int:
-        """Bytes of the states kept of each row, however long it is."""
-        return state_bytes(self.net.parts, self.room, self.again)
+    def kv_bytes(self, S: int) -> int:
+        """Bytes of the keys and values of a row of S slots."""
+        sizes = memory.slot_bytes(self.config, self.dtype.itemsize, self.context)
+        return memory.row_bytes(sizes, S, self.room)
 
     def allocate(self, B: int, S: int) -> None:
         """Replace the cache by an empty one of B rows of S slots. Raises UserError if it does not
         fit."""
         self.cache = None
         parts = self.net.parts
-        need = B * (S * self.kv_bytes_per_token + self.state_bytes_per_row)
+        need = B * (self.kv_bytes(S) + state_bytes(parts, self.room, self.again))
         free = memory.free_memory(self.device)
         if need > free:
             most = free * B // need
@@ -241,7 +239,7 @@ class LM:
                 f"the cache of {self.name} for batch {B} x {S} tokens needs {memory.gib(need)} GiB "
                 f"and {memory.gib(free)} GiB are free: use {smaller_batch}fewer tokens"
             )
-        self.cache = SlotCache(self.layers, B, S)
+        self.cache = SlotCache(self.layers, B, S, self.room)
         if parts:
             self.cache.states = States(parts, B, self.room, self.again, self.device)
         self.fault = torch.zeros(B, device=self.device)
@@ -265,7 +263,7 @@ class LM:
         layers with states are told (`States.aim`)."""
         assert self.cache is not None, "allocate before the first pass"
         S = seqs.tokens.shape[1]
-        self.cache.aim(seqs.rows, slots, S)
+        self.cache.aim(seqs.rows, slots, S, tokens)
         if self.cache.states:
             self.cache.states.aim(seqs.rows, slots, tokens, visible, first, start)
         if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
@@ -284,7 +282,7 @@ class LM:
         """Fill slots start..stop-1 with the tokens there; returns the tapped hidden states
         [B, stop-start, taps*E], or None.
 
-        Shorter rows write padding past their length, which is never read and later overwritten.
+        Past the length of a shorter row all is padding.
         """
         B = len(seqs.tokens)
         if self.net.parts:
@@ -392,7 +390,7 @@ class LM:
 
     def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
         """A pass without logits over the tokens at slots [B, n]; returns the tapped states."""
-        tokens = seqs.drafting(seqs.read(slots), 0)
+        tokens = until(seqs.drafting(seqs.read(slots), 0), slots, seqs.length - 1)
         return self.feed(seqs, tokens, slots, slots, None, taps, 0, True).hidden
 
 

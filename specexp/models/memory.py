@@ -9,6 +9,7 @@ is not included. Nothing here loads or allocates anything. `free_memory` says wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,11 @@ class Layer:
     window: int = 0
     chunk: int = 0
     owns: bool = True
+
+    @property
+    def span(self) -> int:
+        """How many positions back it reads, its own included; 0: all."""
+        return self.window or self.chunk
 
     @property
     def has_state(self) -> bool:
@@ -143,16 +149,31 @@ def rounded(slots: int) -> int:
     return -(-slots // step) * step
 
 
-def kv_bytes(config: Any, itemsize: int) -> int:
-    """Bytes of keys and values, or of the latents they are made from, per token in all layers. A
-    window does not make them fewer; layers that share keys have none."""
-    each = list(zip(layers(config), configs(config), strict=True))
+def kept(span: int, slots: int, room: int) -> int:
+    """How many of a row's slots a layer keeps that reads `span` positions back (0: all), where a
+    round may write `room` slots from the root on: what a pass of a prompt reads and writes after
+    such a round was rolled back, and one for padding; in eights, since kernels copy other masks."""
+    return min(slots, -(-(span + PREFILL + room - 1) // 8) * 8) if span else slots
+
+
+def slot_bytes(config: Any, itemsize: int, reach: int = 1 << 30) -> list[tuple[int, int]]:
+    """How far back layers read (`Layer.span`), and the bytes of keys and values, or of the latents
+    they are made from, that all layers with such a span keep of a slot, for texts of up to `reach`
+    tokens. Layers that share keys keep none."""
+    each = list(zip(layers(config, reach), configs(config), strict=True))
     shared = (getattr(config, "indexer_types", None) or []).count("shared")
     indexers = sum(layer.kind == "indexed_attention" for layer, _ in each) - shared
-    index = indexers * (getattr(config, "index_head_dim", None) or 0)
+    sizes = Counter({0: indexers * (getattr(config, "index_head_dim", None) or 0)})
     twice = getattr(config, "model_type", "") == "mimo_v2_flash"  # as many key heads in windows
-    kept = (_kv(own) << (twice and layer.window > 0) for layer, own in each if layer.owns)
-    return itemsize * (index + sum(kept))
+    for layer, own in each:
+        if layer.owns:
+            sizes[layer.span] += _kv(own) << (twice and "sliding" in layer.kind)
+    return [(span, itemsize * size) for span, size in sizes.items()]
+
+
+def row_bytes(sizes: Sequence[Sequence[int]], slots: int, room: int = 1) -> int:
+    """Bytes of keys and values of a row of so many slots, by `slot_bytes`. `room`: see `kept`."""
+    return sum(size * kept(span, slots, room) for span, size in sizes)
 
 
 def _kv(config: Any) -> int:

@@ -171,11 +171,11 @@ class EngineRows:
     def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
         """The first rows with their budgets; without, where none drafts and all are decoded.
         Compiled passes leave out rows that are not decoded; CUDA graphs of plain rounds compute
-        them, which does no harm, as nothing of it is kept."""
+        them, which does no harm where nothing of it is kept."""
         rows = self._covered(len(budget))
         all_written = rows == len(budget) and min(budget) >= 0
-        stateless = not any(lm.net.parts for lm in self.engine.models)
-        if not depth and (all_written or (self.engine.recorder.ahead and stateless)):
+        harmless = not any(lm.bounded for lm in self.engine.models)
+        if not depth and (all_written or (self.engine.recorder.ahead and harmless)):
             return self._window(0, rows, longest)
         none = [-1] * (rows - len(budget))
         self.engine.rows.budget[:rows].copy_(torch.tensor([*budget, *none]))

@@ -5,6 +5,8 @@ bugs are invisible where laws do not depend on context, which is how such code i
 """
 
 import inspect
+import itertools
+import random
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -20,9 +22,10 @@ from specexp import growth, ops, rules, trace
 from specexp import tree as trees
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
-from specexp.models import processors
+from specexp.models import memory, processors
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import LM
+from specexp.models.memory import Layer
 from specexp.policy import Fixed
 from specexp.rows import Rows
 from specexp.rules import Block, Match, Reject, Typical
@@ -235,9 +238,43 @@ def addresses() -> None:
 
 
 def texts_in_windows() -> None:
-    """Of a model with windows, shared keys and an indexer, and of one with chunks."""
-    for name in ("gemma3n_text", "llama4_text", "deepseek_v32"):
-        assert architectures.outcome(name, (3, 40), ("self grown",)) == "right", name
+    """Of a model with windows, shared keys and an indexer, and of one with chunks; windows and
+    chunks in rings, of which texts are several times as long."""
+    assert architectures.outcome("deepseek_v32", (3, 40), ("self grown",)) == "right"
+    with architectures.short_passes():
+        for name in ("gemma3n_text", "llama4_text"):
+            assert architectures.outcome(name, (3, 90), ("self grown",)) == "right", name
+
+
+def keys_in_rings() -> None:
+    """Whatever is written, rolled back, left out or fed again, each token sees the last keys that
+    were written at the slots in its window, in rings of sixteen places that leave no room."""
+    window, most, room, rng = 5, 6, 6, random.Random(0)
+    with architectures.short_passes(most):
+        cache = SlotCache([Layer("sliding_attention", window)], 2, 200, room)
+    [layer], texts, written = cache.layers, [{}, {}], itertools.count(1.0)
+    lengths = [40, 11]
+
+    def feed(slots: list[list[int]], ends: list[int]) -> None:
+        """A pass in which the tokens from `ends` on are padding."""
+        tokens = [[-(s >= end) for s in line] for line, end in zip(slots, ends, strict=True)]
+        keys = torch.tensor([[next(written) for _ in line] for line in slots])
+        cache.aim(slice(0, 2), torch.tensor(slots), 200, torch.tensor(tokens))
+        held = layer.update(keys[:, None, :, None], keys[:, None, :, None])[0][:, 0, :, 0]
+        seen = cache._near(None, window, 0)
+        for row, (text, line, end) in enumerate(zip(texts, slots, ends, strict=True)):
+            text |= {s: key for s, key in zip(line, keys[row].tolist(), strict=True) if s < end}
+            for node, slot in enumerate(line):
+                wanted = [text.get(s) for s in range(max(0, slot - window + 1), slot + 1)]
+                assert slot >= end or sorted(held[row][seen[row, node]].tolist()) == sorted(wanted)
+
+    for first in range(0, 39, most):
+        feed([[*range(first, min(first + most, 39))]] * 2, lengths)
+    for _ in range(20):
+        going = [rng.random() < 0.7 for _ in lengths]
+        feed([[*range(L - 1, L - 1 + room)] for L in lengths], [200 * on for on in going])
+        lengths = [L + on * rng.choice([1, room]) for L, on in zip(lengths, going, strict=True)]
+        feed([[*range(L - 1 - most, L - 1)] for L in lengths], lengths)
 
 
 CHECKS = {
@@ -246,7 +283,7 @@ CHECKS = {
               law_of_chosen_guesses, law_of_match, law_with_eos, law_of_batches, law_when_shaped,
               law_when_processed, law_when_sampled, law_of_block, law_of_block_when_sampled,
               gain_of_block, bias_of_lossy_rules, typical_by_hand, speed, overlap, counts,
-              texts_in_windows)
+              texts_in_windows, keys_in_rings)
 }  # fmt: skip
 
 
@@ -295,7 +332,7 @@ ROOM = "(self.limit - self.length).clamp(min=0)"
 reject = (Reject, "__call__")
 match = (rules, "follow")
 block = (Block, "__call__")
-MOVE = "layer.keep(seqs.rows, source, target)"
+MOVE = "layer.keep(seqs.rows, *moves[layer.size])"
 grow = (growth, "grow")
 commit = (Sequences, "commit")
 verify = (LM, "verify")
@@ -491,9 +528,22 @@ MUTANTS = [
            {"own // chunk == place // chunk": "(own + 1) // chunk == (place + 1) // chunk"},
            "texts_in_windows"),
     Mutant("windows count the slots of a tree", SlotCache, "_near",
-           {"place = visible.cumsum(-1) - 1": "place = torch.arange(self.seen)[None, None]",
-            "own, near = place[:, :, -1:], visible": "own, near = self.slots[:, 0], visible"},
+           {"place = visible.cumsum(-1) - 1":
+            "place = torch.arange(self.seen)[None, None].expand_as(visible)",
+            "own, at = place[:, :, -1:],": "own, at = self.slots[:, 0],"},
            "texts_in_windows"),
+    Mutant("ring of one place too few", memory, "kept", {"// 8) * 8)": "// 8) * 8 - 1)"},
+           "keys_in_rings"),
+    Mutant("ring that holds the slots before", SlotCache, "held", {"+ 2 - size": "+ 1 - size"},
+           "keys_in_rings"),
+    Mutant("padding in the place of what a row still reads", SlotCache, "aim",
+           {"tokens < 0": "tokens < -1"}, "keys_in_rings"),
+    Mutant("place of padding that is seen", SlotCache, "held",
+           {"place < size - 1": "place < size"}, "keys_in_rings"),
+    Mutant("tokens past the end of a shorter row kept", LM, "_fill",
+           {"seqs.length - 1": "seqs.length + 999"}, "texts_in_windows"),
+    Mutant("accepted path moved to its slots in a ring", SlotCache, "place",
+           {"slots % (size - 1)": "slots.clamp(max=size - 1)"}, "texts_in_windows"),
     Mutant("draft's accepted path left where it was", DraftModel, "observe",
            {"if not draft.nodes.is_chain:": "if False:"}, "speed"),
     Mutant("only the root is fed again", DraftModel, "propose",

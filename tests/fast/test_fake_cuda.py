@@ -74,6 +74,13 @@ def test_round_over_states_leaves_the_device(attention, family, tree):
     stays(attention, "self", tree, "match", 0.9, family)
 
 
+@pytest.mark.parametrize("tree", ["chain", "grown"])
+@layouts
+def test_round_over_rings_leaves_the_device(attention, tree):
+    with architectures.short_passes():
+        stays(attention, "self", tree, "match", 0.9, "gemma3")
+
+
 @pytest.mark.parametrize("name", ["bloom", "mpt"])
 @layouts
 def test_round_with_alibi_leaves_the_device(attention, name):

@@ -84,6 +84,9 @@ def passed(lm: LM, taps: tuple[int, ...]):
     lm.allocate(*seqs.tokens.shape)
     states = lm.prefill(seqs, 0, int(seqs.length.max()) - 1, taps)
     draft = seqs.draft(TREE.nodes(lm.device), guesses.to(lm.device))
+    if states is not None:  # for padding they are unspecified
+        place = torch.arange(states.shape[1], device=lm.device)
+        states = states[place < seqs.length[:, None] - 1]
     return states, lm.verify(seqs, draft, taps)
 
 

@@ -58,6 +58,17 @@ def test_long_texts_of_families_with_fused_passes_are_those_of_transformers(name
     assert ROWS[name].startswith(served), f"| {name} | {served} |"
 
 
+@pytest.mark.parametrize(
+    "name", ["mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text"]
+)
+def test_texts_many_times_as_long_as_a_ring_are_those_of_transformers(name):
+    """Prompts of very different lengths in passes of seven tokens; windows and chunks of 24, shared
+    keys, sinks. `outcome` compares the memory of the rings, too."""
+    with architectures.short_passes():
+        served = architectures.outcome(name, (1, 40, 130), ("ngram chain", "self grown"))
+    assert served == "right"
+
+
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
 def test_layers_that_share_keys_make_no_draft(name):
     lm = of_module(architectures.build(name), "it")

@@ -109,8 +109,8 @@ def test_allocate_frees_the_old_cache_before_counting(family, monkeypatch):
     assert there == [None]
 
 
-def test_kv_bytes_per_token_match_the_cache():
+def test_kv_bytes_match_the_cache():
     target = of_module(module())
     filled(target, Sequences.of([[1, 2, 3]], 5, slack=2))
     held = sum(b.numel() * b.itemsize for x in target.cache.layers for b in (x.keys, x.values))
-    assert target.kv_bytes_per_token * 10 == held
+    assert target.kv_bytes(10) == held

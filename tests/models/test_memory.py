@@ -20,7 +20,15 @@ from specexp.measure import feasible, parameters
 from specexp.measure.prompts import Prompt
 from specexp.models import load, memory, recurrent
 from specexp.models.load import of_module
-from specexp.models.memory import Need, gib, kv_bytes, law_bytes, pass_bytes, work_bytes
+from specexp.models.memory import (
+    Need,
+    gib,
+    law_bytes,
+    pass_bytes,
+    row_bytes,
+    slot_bytes,
+    work_bytes,
+)
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -120,7 +128,7 @@ def test_weight_and_kv_bytes_need_no_loading(tiny_folders, monkeypatch):
         monkeypatch.setattr(torch.Tensor, "normal_", None)  # nothing may be initialised
         assert load.weight_bytes(config, torch.float32) == 4 * loaded.parameters
         assert load.weight_bytes(config, torch.bfloat16) == 2 * loaded.parameters
-        assert kv_bytes(config, 4) == loaded.kv_bytes_per_token
+        assert row_bytes(slot_bytes(config, 4), 9) == loaded.kv_bytes(9)
         monkeypatch.undo()
     config.quantization_config = {"bits": 4}
     assert load.weight_bytes(config, torch.float32) == 0
@@ -150,7 +158,7 @@ def test_kv_bytes_match_the_cache_of_odd_families(name):
     seqs = Sequences.of([[3] * 9] * 2, 4, slack=2)
     net.allocate(*seqs.tokens.shape)
     net.prefill(seqs, 0, 8)
-    assert kv_bytes(net.config, 4) == peak_memory.held_per_token(net)
+    assert net.kv_bytes(net.cache.size) == peak_memory.held_per_row(net)
 
 
 def test_needed_covers_the_cache_of_a_crossed_draft(tiny_folders):
@@ -159,7 +167,7 @@ def test_needed_covers_the_cache_of_a_crossed_draft(tiny_folders):
         pairing = api.load(tiny_folders[0], name, gamma=2)
         pairing.generate(["def mean(values):"], 20)
         models = pairing.engine.models
-        held = sum(peak_memory.held_per_token(m) * m.cache.batch * m.cache.size for m in models)
+        held = sum(peak_memory.held_per_row(m) * m.cache.batch for m in models)
         [options] = feasible.each_pairing(base | {"drafter": name})
         plan = feasible.candidate(options, 1 << 20, Known())
         tokens = len(pairing.encode(["def mean(values):"])[0]) + 20
@@ -203,7 +211,7 @@ def test_needed_covers_the_states_of_every_slot_of_a_round(hybrid_folder, drafte
     tokens = len(pairing.encode(["def mean(values):"])[0]) + 20
     needed = feasible.needed(plan, 4, tokens).cache
     for each in (model := pairing.engine.models):
-        needed -= 4 * each.cache.size * each.kv_bytes_per_token
+        needed -= 4 * each.kv_bytes(each.cache.size)
         held = (each.cache.states.of_row(row) for row in range(4))
         needed -= sum(x.nbytes for states in held for x in states)
     assert needed == 0, f"of {len(model)} caches"
@@ -214,9 +222,9 @@ def test_check_refuses_states_that_do_not_fit(hybrid_folder, little):
     little(weights + 2_000_000)
     [line] = check([hybrid_folder, "ngram"], batch=4096)
     fits = int(line.split("a batch of ")[1].split()[0])
-    plain = memory.kv_bytes(load.read_config(hybrid_folder).get_text_config(), 4)
+    plain = slot_bytes(load.read_config(hybrid_folder).get_text_config(), 4)
     assert check([hybrid_folder, "ngram"], batch=fits) == []
-    assert fits * 64 * plain < 1_000_000, "keys alone would fit in a batch of twice that"
+    assert fits * row_bytes(plain, 64) < 1_000_000, "keys alone would fit in a batch of twice that"
 
 
 def test_gib_and_need_are_readable():
@@ -301,7 +309,7 @@ def test_load_refuses_weights_larger_than_memory(tiny_folders, little, monkeypat
 
 def test_allocate_error_names_the_batch_that_fits(little):
     target = of_module(module())
-    little(1000 * target.kv_bytes_per_token)
+    little(target.kv_bytes(1000))
     with pytest.raises(UserError, match="a batch of at most 10, or fewer"):
         target.allocate(99, 100)
     target.allocate(10, 100)

@@ -45,7 +45,10 @@ def row(family: str, model: str) -> str:
     name, fields = SHAPES[family, model]
     config = getattr(transformers, f"{name}Config")(**fields)
     states = load.state_bytes(config, torch.bfloat16, Tree.chain(4).room, 0)
-    return f"| {family} | {model} | {memory.kv_bytes(config, 2):,} | {states:,} |"
+    sizes = dict(memory.slot_bytes(config, 2))
+    token = sizes.pop(0, 0)
+    row = states + memory.row_bytes([*sizes.items()], 1 << 30, Tree.chain(4).room)
+    return f"| {family} | {model} | {token:,} | {row:,} |"
 
 
 def test_table_names_every_shape():

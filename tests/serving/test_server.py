@@ -9,6 +9,7 @@ import torch
 from conftest import CONTEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import architectures
 from support.tiny import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module
 
 from specexp import ops
@@ -90,6 +91,25 @@ def test_responses_match_plain_decoding(kind, temperature):
         assert response.deliveries[-1][1] == response.request.new
     assert max(step.rows for step in server.steps) == 3
     assert server.open == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("kind", ["ngram", "self"])
+def test_rows_with_windows_in_rings_keep_their_texts(kind, ahead):
+    """Prompts far longer than a ring are read in chunks while other rows are decoded, in rounds
+    that cover them too (`ahead`: as on a GPU); rows move and are taken again."""
+    rng = random.Random(3)
+    lengths = (1, 70, 9, 45, 60, 2, 33)
+    todo = [Request([rng.randrange(V) for _ in range(n)], rng.randint(3, NEW)) for n in lengths]
+    with architectures.short_passes(8):
+        made = engine(kind, "chain", "match", "gemma3")
+        made.recorder.ahead = ahead
+        _, responses = served(made, Restless(1, SHAPES), Source(todo, 4), chunk=5)
+        sizes = {layer.size for layer in made.target.cache.layers}
+    assert min(sizes) < 45 < max(sizes)
+    for response in responses:
+        asked = response.request
+        assert response.tokens == architectures.greedy(module("gemma3"), asked.prompt, asked.new)
 
 
 @pytest.mark.compiler
@@ -374,7 +394,7 @@ def room(monkeypatch):
 def test_rows_take_their_memory_at_construction(room):
     """What is there would do for eight rows of the target's, were there no drafter."""
     first, second = (engine("model", "chain", "match") for _ in range(2))
-    sizes = [lm.kv_bytes_per_token * SLOTS for lm in first.models]
+    sizes = [lm.kv_bytes(SLOTS) for lm in first.models]
     room(8 * sizes[0])
     each_rows = [EngineRows(made, 8, SLOTS, SLACK) for made in (first, second)]
     assert [rows.count for rows in each_rows] == [4, 1]
@@ -388,7 +408,7 @@ def test_rows_take_their_memory_at_construction(room):
 
 def test_row_that_does_not_fit_is_one_line(room):
     made = engine("model", "chain", "match")
-    room(made.target.kv_bytes_per_token * SLOTS)
+    room(made.target.kv_bytes(SLOTS))
     with pytest.raises(UserError, match="not one row of 96 slots fits: serve shorter requests"):
         EngineRows(made, 2, SLOTS, SLACK)
 

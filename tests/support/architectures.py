@@ -8,11 +8,12 @@ import contextlib
 import dataclasses
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.peak_memory import held_per_token
+from support.peak_memory import held_per_row
 from support.tiny import TREES
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,6 +25,7 @@ from specexp.drafters.ngram import NGram
 from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import UserError
+from specexp.models import lm as lms
 from specexp.models import load, memory
 from specexp.models.load import of_module
 from specexp.models.recurrent import state_bytes
@@ -199,6 +201,15 @@ def greedy(module: Any, prompt: list[int], count: int) -> list[int]:
     return text[0, len(prompt) :].tolist()
 
 
+@contextlib.contextmanager
+def short_passes(most: int = 7) -> Iterator[None]:
+    """Meanwhile a prompt is read in passes so short that windows are kept in rings."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (memory, lms):
+            patch.setattr(module, "PREFILL", most)
+        yield
+
+
 def prompts(*lengths: int) -> list[list[int]]:
     """Texts with patterns that a lookup finds again."""
     at = torch.arange(max(lengths))
@@ -244,7 +255,7 @@ def outcome(
         assert engine.generate(fitting, NEW).tokens == expected, f"{mix} in a ragged batch"
         assert engine.generate(fitting[-1:], NEW).tokens == expected[-1:], f"{mix} alone"
     if lm.cache:
-        assert lm.kv_bytes_per_token == held_per_token(lm)
+        assert lm.kv_bytes(lm.cache.size) == held_per_row(lm)
     assert load.state_bytes(lm.config, lm.dtype, 5, 1) == state_bytes(lm.net.parts, 5, 1)
     assert load.weight_bytes(module.config, lm.dtype) == sum(p.nbytes for p in module.parameters())
     assert memory.pass_bytes(lm.config, lm.dtype.itemsize, 2, 3, CONTEXT) > 0

@@ -77,9 +77,7 @@ def predicted(engine: Engine, batch: int, slots: int, prompt: int) -> memory.Nee
     are counted as they are; working memory is computed from configs."""
     drafter, size = engine.drafter, engine.target.dtype.itemsize
     caches = {id(lm.cache): lm for lm in reversed(engine.models)}.values()
-    cache_bytes = sum(
-        lm.kv_bytes_per_token * lm.cache.batch * lm.cache.size for lm in caches if lm.cache
-    )
+    cache_bytes = sum(lm.kv_bytes(lm.cache.size) * lm.cache.batch for lm in caches if lm.cache)
     state_bytes = sum(x.nbytes for x in drafter.state)
     law = memory.law_bytes(engine.rule.name, engine.sampling.temperature)
     return memory.Need(
@@ -92,20 +90,20 @@ def predicted(engine: Engine, batch: int, slots: int, prompt: int) -> memory.Nee
     )  # fmt: skip
 
 
-def held_per_token(lm: LM) -> float:
-    """Bytes of keys and values that an allocated cache holds per slot."""
+def held_per_row(lm: LM) -> float:
+    """Bytes of keys and values that an allocated cache holds of a row."""
     assert lm.cache is not None
-    return sum(x.nbytes for x in lm.cache._buffers()) / (lm.cache.batch * lm.cache.size)
+    return sum(x.nbytes for x in lm.cache._buffers()) / lm.cache.batch
 
 
 def peaks(
     pairing: Pairing, texts: Sequence[str], batches: Sequence[int], max_new_tokens: int
 ) -> dict[str, Any]:
-    """Predicted and measured peak per batch size, and the bytes of keys and values per token for
+    """Predicted and measured peak per batch size, and the bytes of keys and values of a row for
     each model, as its config states and as its KV cache holds. Prompts repeat to fill a batch.
 
     As plain data, all in bytes: a row per batch with batch, slots, weights, cache, work, predicted,
-    measured and their ratio; a row per model with stated and held bytes a token."""
+    measured and their ratio; a row per model with stated and held bytes a row."""
     ids, rows, models = pairing.encode(texts), [], []
     if pairing.target.device.type == "cuda":  # torch's first product takes lasting room
         pairing.apart().engine.generate(ids[:1] * max(batches), 2)
@@ -125,7 +123,7 @@ def peaks(
             | {"ratio": measured / need.total}
         )
         models = [
-            {"model": lm.name, "stated": lm.kv_bytes_per_token, "held": held_per_token(lm)}
+            {"model": lm.name, "stated": lm.kv_bytes(lm.cache.size), "held": held_per_row(lm)}
             for lm in engine.models
             if lm is engine.target or lm.cache is not engine.target.cache
         ]

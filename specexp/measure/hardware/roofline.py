@@ -43,7 +43,7 @@ def weight_bytes(module: nn.Module, tokens: int) -> int:
 def pass_bytes(lm: LM, batch: int, tokens: int, context: int) -> int:
     """Bytes that a pass over `tokens` tokens a row must read: the weights, and the keys and values
     of `context` slots a row. The few tokens' keys and values that it writes are left out."""
-    return weight_bytes(lm.module, batch * tokens) + batch * context * lm.kv_bytes_per_token
+    return weight_bytes(lm.module, batch * tokens) + batch * lm.kv_bytes(context)
 
 
 def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
