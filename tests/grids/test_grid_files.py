@@ -643,6 +643,10 @@ def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypa
         )
         with pytest.raises(UserError, match=rf"wrong.yaml:\d: {name}: line 1: no text"):
             grid.load([place / "wrong.yaml"])
+    params = {"prompts": "own/wrong.csv", "drafter": "eagle:own", "gamma": 3}
+    message = "own/wrong.csv, own/config.json and my/own"
+    written = paths.as_written(message, params, folder.parent, folder)
+    assert written == "../own/wrong.csv, ../own/config.json and my/own"
     monkeypatch.chdir(folder)
     (folder / "here.yaml").write_text(yaml.safe_dump(spec))
     assert grid.load(["here.yaml"])[0].params == grid.load([folder / "here.yaml"])[0].params
