@@ -192,10 +192,11 @@ class Engine:
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
         )  # fmt: skip
         low, high = (int(token) for token in batch.tokens.aminmax())
-        if low < 0 or high >= self.target.vocab:
+        known = self.target.config.vocab_size  # it may emit fewer
+        if low < 0 or high >= known:
             raise UserError(
                 f"a prompt has the token {low if low < 0 else high}; {self.target.name} has tokens "
-                f"0 to {self.target.vocab - 1}"
+                f"0 to {known - 1}"
             )
         begin = time.perf_counter()
         seqs = self.begin(batch)
