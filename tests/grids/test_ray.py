@@ -16,9 +16,7 @@ from test_runner import go, statuses
 from specexp.errors import UserError
 from specexp.grids import points as grid
 from specexp.grids.machines import ray as cluster
-from specexp.grids.machines import worker as remote
-from specexp.grids.machines.ray import OnRay
-from specexp.grids.machines.worker import Outcome, Task, packed, unpack
+from specexp.grids.machines.ray import OnRay, Outcome, Task, packed, unpack
 from specexp.grids.progress import Failure
 from specexp.tracking import provenance, runs
 
@@ -225,7 +223,7 @@ def test_impossible_ray_requests_are_refused_first(points, monkeypatch, tmp_path
 @ray
 def test_worker_with_other_code_refuses(points, tmp_path, monkeypatch):
     [point] = points(x=[1])
-    answer = remote.run(Task(point, (), False, "another digest", {}))
+    answer = cluster.run(Task(point, (), False, "another digest", {}))
     assert answer == Outcome(NODE, {}, answer.failure)
     kind, message, _ = answer.failure
     assert kind == "error"
