@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.segment import Segment
+from rich.table import Table
 
 ROWS = 100  # of a table
 WIDE = 200  # columns of a file
@@ -25,6 +26,16 @@ _SYMBOLS = {
 def harmless(text: str) -> str:
     """The text with a symbol for each control character but line ends and tabs."""
     return text.translate(_SYMBOLS)
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty table of numbers behind the names in its first column."""
+    rows = Table(*columns, title=title, title_justify="left", title_style="", box=None,
+                 header_style="bold")  # fmt: skip
+    for at, column in enumerate(rows.columns):
+        column.no_wrap, column.overflow = True, "fold"
+        column.justify = "right" if at else "left"
+    return rows
 
 
 class Terminal(Console):

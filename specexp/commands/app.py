@@ -5,7 +5,6 @@ Imports are inside the commands, so that `--help` does not wait for torch.
 
 import os
 import sys
-from typing import Annotated
 
 import typer
 
@@ -61,12 +60,13 @@ def _print_version(show: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
+    version: bool = typer.Option(
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version and exit.",
+    ),
 ) -> None:
     pass
 

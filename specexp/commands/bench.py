@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.table import Table
 
+from specexp import terminal
 from specexp.commands import options as opt
 
 if TYPE_CHECKING:
@@ -18,43 +18,29 @@ if TYPE_CHECKING:
 
 def bench(
     ctx: typer.Context,
-    suites: Annotated[
-        list[str] | None,
-        typer.Argument(help="peers, roofline, round; default: all.", metavar="[SUITE]..."),
-    ] = None,
-    target: opt.Target = opt.default("target"),
-    drafter: opt.Drafter = opt.default("drafter"),
-    gamma: opt.Gamma = None,
-    temperature: opt.Temperature = opt.default("temperature"),
-    sampling: opt.OwnSampling = opt.default("sampling"),
-    batches: Annotated[
-        str,
-        opt.option("batches", "Such as 1,8: peers uses the largest up to 8."),
-    ] = "1,2,4,8,16",
-    prompts: Annotated[
-        str,
-        opt.option("prompts", "Five are used, evenly over categories."),
-    ] = opt.default("prompts"),
-    max_new_tokens: opt.MaxNewTokens = opt.default("max_new_tokens"),
-    repeats: Annotated[
-        int, typer.Option(help="Timed turns per prompt; single passes get ten times as many.")
-    ] = 3,
-    dtype: opt.Dtype = opt.default("dtype"),
-    device: opt.Device = opt.default("device"),
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the results (JSON) here; in a folder the file is named by device, dtype "
-            "and target."
-        ),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file written by --out before: compare the ratios; exit code 1 if any is worse."
-        ),
-    ] = None,
-    as_json: opt.AsJson = False,
+    suites: list[str] | None = typer.Argument(
+        None, help="peers, roofline, round; default: all.", metavar="[SUITE]..."
+    ),
+    target: str = opt.TARGET,
+    drafter: str = opt.DRAFTER,
+    gamma: int | None = opt.GAMMA,
+    temperature: float = opt.TEMPERATURE,
+    sampling: str = opt.SAMPLING,
+    batches: str = opt.option(
+        "batches", "Such as 1,8: peers uses the largest up to 8.", "1,2,4,8,16"
+    ),
+    prompts: str = opt.option("prompts", "Five are used, evenly over categories."),
+    max_new_tokens: int = opt.MAX_NEW_TOKENS,
+    repeats: int = opt.own("Timed turns per prompt; single passes get ten times as many.", 3),
+    dtype: str = opt.DTYPE,
+    device: str = opt.DEVICE,
+    out: Path | None = opt.own(
+        "Write the results (JSON) here; in a folder the file is named by device, dtype and target."
+    ),
+    against: Path | None = opt.own(
+        "A file written by --out before: compare the ratios; exit code 1 if any is worse."
+    ),
+    as_json: bool = opt.AS_JSON,
 ) -> None:
     """Is this machine limited by its hardware or by the toolkit? All timings are interleaved.
 
@@ -115,28 +101,21 @@ def bench(
 
 def profile(
     ctx: typer.Context,
-    target: opt.Target = opt.default("target"),
-    drafter: opt.Drafter = opt.default("drafter"),
-    gamma_max: Annotated[
-        int | None,
-        typer.Option(help="Longest draft length; default: 5, or the drafter's longest if shorter."),
-    ] = None,
-    temperature: opt.Temperature = opt.default("temperature"),
-    batches: Annotated[str, opt.option("batches", "Such as 1,8.")] = "1,2,4,8,16,32,64",
-    contexts: Annotated[
-        str,
-        opt.option("contexts", "Such as 128,256; times beyond the largest are extrapolated."),
-    ] = "128,256",
-    dtype: opt.Dtype = opt.default("dtype"),
-    device: opt.Device = opt.default("device"),
-    force: Annotated[
-        bool, typer.Option("--force", help="Measure again even if a table is stored.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Also write the table (JSON) here, and the figure (PNG) beside it."),
-    ] = None,
-    as_json: opt.AsJson = False,
+    target: str = opt.TARGET,
+    drafter: str = opt.DRAFTER,
+    gamma_max: int | None = opt.own(
+        "Longest draft length; default: 5, or the drafter's longest if shorter."
+    ),
+    temperature: float = opt.TEMPERATURE,
+    batches: str = opt.option("batches", "Such as 1,8.", "1,2,4,8,16,32,64"),
+    contexts: str = opt.option(
+        "contexts", "Such as 128,256; times beyond the largest are extrapolated.", "128,256"
+    ),
+    dtype: str = opt.DTYPE,
+    device: str = opt.DEVICE,
+    force: bool = opt.own("Measure again even if a table is stored.", False, "--force"),
+    out: Path | None = opt.own("Also write the table (JSON) here, and the figure (PNG) beside it."),
+    as_json: bool = opt.AS_JSON,
 ) -> None:
     """Measure the cost of rounds over batch, draft length and context, for policies and simulators.
 
@@ -177,10 +156,9 @@ def profile(
 def _show_costs(costs: Costs, context: int) -> None:
     from specexp.figures.break_even import doubt, floor_ends, in_words
 
-    table = Table(
+    table = terminal.table(
+        f"ms of a pass over n tokens a row, and of drafting γ tokens; {context} slots",
         "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
-        title=f"ms of a pass over n tokens a row, and of drafting γ tokens; {context} slots",
-        title_justify="left", title_style="", box=None, header_style="bold",
     )  # fmt: skip
     for batch in costs.batches:
         times = [costs.verify_s(batch, n, context) for n in costs.tokens]

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
-from specexp import ops
+from specexp import ops, terminal
 from specexp.commands.options import console, say
 from specexp.errors import counted
 from specexp.measure.hardware.machine import described, doubts, matrices, pass_s
@@ -88,11 +88,8 @@ def requirements() -> list[Requirement]:
 def speeds(device: torch.device) -> Table:
     """Time of a pass over n tokens relative to one token, by dtype: what verification costs."""
     counts = (1, 2, 6, 16, 64)
-    table = Table(
-        "dtype", "one token", "reads", *(f"n={n}" for n in counts[1:]),
-        title="linear layers over n tokens, relative to one",
-        title_justify="left", title_style="", box=None, header_style="bold",
-    )  # fmt: skip
+    title, columns = "linear layers over n tokens, relative to one", ("one token", "reads")
+    table = terminal.table(title, "dtype", *columns, *(f"n={n}" for n in counts[1:]))
     for dtype in (torch.float32, torch.bfloat16):
         weights = [w.to(dtype) for w in matrices(device)]
         taken = [[pass_s(weights, n) for n in counts] for _ in range(9)]  # in turns

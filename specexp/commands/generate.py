@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
@@ -22,40 +22,32 @@ RUNS = 3  # of each kind that are timed
 
 def generate(
     ctx: typer.Context,
-    target: opt.Target = opt.default("target"),
-    drafter: opt.Drafter = opt.default("drafter"),
-    gamma: opt.Gamma = None,
-    tree: Annotated[
-        str,
-        opt.option(
-            "tree",
-            "3x2x1: children per node at each depth; grown:16: the 16 draft tokens that the "
-            "drafter is surest of, up to gamma deep.",
-        ),
-    ] = opt.default("tree"),
-    temperature: opt.Temperature = opt.default("temperature"),
-    top_k: Annotated[int, opt.option("top_k")] = opt.default("top_k"),
-    top_p: Annotated[float, opt.option("top_p")] = opt.default("top_p"),
-    min_p: Annotated[float, opt.option("min_p")] = opt.default("min_p"),
-    sampling: opt.OwnSampling = opt.default("sampling"),
-    rule: Annotated[str, opt.option("rule", "Lossy ones: typical, lenient:0.8.")] = opt.default(
-        "rule"
+    target: str = opt.TARGET,
+    drafter: str = opt.DRAFTER,
+    gamma: int | None = opt.GAMMA,
+    tree: str = opt.option(
+        "tree",
+        "3x2x1: children per node at each depth; grown:16: the 16 draft tokens that the "
+        "drafter is surest of, up to gamma deep.",
     ),
-    max_new_tokens: opt.MaxNewTokens = opt.default("max_new_tokens"),
-    dtype: opt.Dtype = opt.default("dtype"),
-    device: opt.Device = opt.default("device"),
-    seed: opt.Seed = opt.default("seed"),
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue.", rich_help_panel="Prompts")
-    ] = None,
-    prompts: Annotated[str | None, opt.option("prompts", "Instead of --prompt.")] = None,
-    limit: Annotated[int | None, opt.option("limit", "With --prompts.")] = None,
-    chat: opt.Chat = False,
-    rounds: Annotated[
-        bool,
-        typer.Option("--rounds", help="Also show one line per round, with rejected draft tokens."),
-    ] = False,
-    as_json: opt.AsJson = False,
+    temperature: float = opt.TEMPERATURE,
+    top_k: int = opt.option("top_k"),
+    top_p: float = opt.option("top_p"),
+    min_p: float = opt.option("min_p"),
+    sampling: str = opt.SAMPLING,
+    rule: str = opt.option("rule", "Lossy ones: typical, lenient:0.8."),
+    max_new_tokens: int = opt.MAX_NEW_TOKENS,
+    dtype: str = opt.DTYPE,
+    device: str = opt.DEVICE,
+    seed: int = opt.SEED,
+    prompt: str | None = typer.Option(None, help="Text to continue.", rich_help_panel="Prompts"),
+    prompts: str | None = opt.option("prompts", "Instead of --prompt.", None),
+    limit: int | None = opt.option("limit", "With --prompts.", None),
+    chat: bool = opt.CHAT,
+    rounds: bool = opt.own(
+        "Also show one line per round, with rejected draft tokens.", False, "--rounds"
+    ),
+    as_json: bool = opt.AS_JSON,
 ) -> None:
     """Generate speculatively, show what was accepted, and compare the output with plain decoding.
 
@@ -196,13 +188,12 @@ def _show(
 
 
 def theory(
-    alpha: Annotated[float, typer.Option(help="Probability that a drafted token is accepted.")],
-    gamma: Annotated[int, typer.Option(help="Draft length.")],
-    cost: Annotated[
-        float,
-        typer.Option(help="Cost of drafting one token, in target passes: 0.1 is a tenth of one."),
-    ] = 0.0,
-    as_json: opt.AsJson = False,
+    alpha: float = opt.own("Probability that a drafted token is accepted.", ...),
+    gamma: int = opt.own("Draft length.", ...),
+    cost: float = opt.own(
+        "Cost of drafting one token, in target passes: 0.1 is a tenth of one.", 0.0
+    ),
+    as_json: bool = opt.AS_JSON,
 ) -> None:
     """Predict the speedup by the closed forms of Leviathan et al. 2022 (arXiv 2211.17192).
 

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from specexp.commands.options import console, say
+from specexp.commands.options import console, own, say
 from specexp.errors import UserError, counted
 
 if TYPE_CHECKING:
     from specexp.grids.points import Point
 
 app = typer.Typer(help="Run grids of experiment notebooks.", no_args_is_help=True)
-GridFiles = Annotated[list[Path], typer.Argument(help="Grid files (YAML).", metavar="FILE...")]
-Only = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable."
-    ),
-]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask to confirm very many points.")]
-
-Together = Annotated[
-    bool,
-    typer.Option(
-        "--together",
-        help="Run timed points side by side too: timings get rough, and are other results.",
-    ),
-]
+FILES = typer.Argument(help="Grid files (YAML).", metavar="FILE...")
+ONLY = own("Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable.")
+YES = own("Do not ask to confirm very many points.", False, "--yes")
+TOGETHER = own(
+    "Run timed points side by side too: timings get rough, and are other results.",
+    False,
+    "--together",
+)
 
 
 def _points(
@@ -48,7 +40,7 @@ def _points(
 
 
 @app.command("validate")
-def validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
+def validate(files: list[Path] = FILES, only: list[str] | None = ONLY, yes: bool = YES) -> None:
     """Check grid files completely, without running anything."""
     points = _points(files, only, yes)
     both = counted(len(points), "point"), counted(len(files), "file")
@@ -57,34 +49,24 @@ def validate(files: GridFiles, only: Only = None, yes: Yes = False) -> None:
 
 @app.command("run")
 def run(
-    files: GridFiles,
-    only: Only = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Points to run at once; points that measure time still get a machine to "
-            "themselves. Default: 1 here, what fits on Ray."
-        ),
-    ] = None,
-    on: Annotated[
-        str,
-        typer.Option(
-            help="Where to run: here; ray (all CPUs and GPUs of this machine); or a Ray cluster as "
-            "HOST:6379, ray://HOST:10001 or auto (the one running here)."
-        ),
-    ] = "here",
-    together: Together = False,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run points again that failed before.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Run finished points again; old results are kept.")
-    ] = False,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Start every kernel from scratch instead of forking: slower."),
-    ] = False,
-    yes: Yes = False,
+    files: list[Path] = FILES,
+    only: list[str] | None = ONLY,
+    jobs: int | None = own(
+        "Points to run at once; points that measure time still get a machine to "
+        "themselves. Default: 1 here, what fits on Ray."
+    ),
+    on: str = own(
+        "Where to run: here; ray (all CPUs and GPUs of this machine); or a Ray cluster as "
+        "HOST:6379, ray://HOST:10001 or auto (the one running here).",
+        "here",
+    ),
+    together: bool = TOGETHER,
+    retry_failed: bool = own("Run points again that failed before.", False, "--retry-failed"),
+    force: bool = own("Run finished points again; old results are kept.", False, "--force"),
+    fresh: bool = own(
+        "Start every kernel from scratch instead of forking: slower.", False, "--fresh"
+    ),
+    yes: bool = YES,
 ) -> None:
     """Run every point that has not finished yet.
 
@@ -110,7 +92,10 @@ def run(
 
 @app.command("status")
 def status(
-    files: GridFiles, only: Only = None, together: Together = False, yes: Yes = False
+    files: list[Path] = FILES,
+    only: list[str] | None = ONLY,
+    together: bool = TOGETHER,
+    yes: bool = YES,
 ) -> None:
     """Show which points are done, running, failed or to run, and an estimate of the time left.
 

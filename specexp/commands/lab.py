@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -35,9 +34,7 @@ def copy(shipped: Path, folder: Path) -> list[Path]:
 
 
 def lab(
-    options: Annotated[
-        list[str] | None, typer.Argument(help="Options of JupyterLab, after --.")
-    ] = None,
+    options: list[str] | None = typer.Argument(None, help="Options of JupyterLab, after --."),
 ) -> None:
     """Open JupyterLab on copies of the notebooks and grids, kept in mlruns/notebooks.
 

@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
@@ -43,31 +43,31 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-def option(name: str, more: str = "", *flags: str) -> Any:
-    """The option for a parameter, explained as notebooks explain it. `more`: sentences after it."""
+def option(name: str, more: str = "", value: Any = ..., *flags: str) -> Any:
+    """The option for a parameter, explained as notebooks explain it. `more`: sentences after it;
+    `value`: its default, where that is another than the table's."""
     panel = next((panel for panel, names in PANELS.items() if name in names), None)
-    return typer.Option(*flags, help=help_of(name, more), rich_help_panel=panel)
+    value = PARAMETERS[name].default if value is ... else value
+    return typer.Option(value, *flags, help=help_of(name, more), rich_help_panel=panel)
 
 
-def default(name: str) -> Any:
-    return PARAMETERS[name].default
+def own(help: str, value: Any = None, *flags: str) -> Any:
+    """An option of one command, with its default value (...: it must be given); a bool needs the
+    flag that sets it."""
+    return typer.Option(value, *flags, help=help)
 
 
-Target = Annotated[str, option("target", "NAME+int8: with 8-bit weights.")]
-Drafter = Annotated[str, option("drafter", "`model` is the target's draft in the zoo.")]
-Gamma = Annotated[int | None, option("gamma", "Default: 5, or the drafter's longest if shorter.")]
-Temperature = Annotated[float, option("temperature")]
-Chat = Annotated[bool, option("chat", "", "--chat")]
-OwnSampling = Annotated[str, option("sampling", "`do_sample` false is greedy.")]
-MaxNewTokens = Annotated[int, option("max_new_tokens")]
-Dtype = Annotated[str, option("dtype")]
-Device = Annotated[str, option("device")]
-Seed = Annotated[int, option("seed")]
-Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
-Host = Annotated[
-    str, typer.Option(help="Address to listen on; 127.0.0.1 admits only this machine.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+TARGET = option("target", "NAME+int8: with 8-bit weights.")
+DRAFTER = option("drafter", "`model` is the target's draft in the zoo.")
+GAMMA = option("gamma", "Default: 5, or the drafter's longest if shorter.")
+TEMPERATURE = option("temperature")
+CHAT = option("chat", "", False, "--chat")
+SAMPLING = option("sampling", "`do_sample` false is greedy.")
+MAX_NEW_TOKENS = option("max_new_tokens")
+DTYPE = option("dtype")
+DEVICE = option("device")
+SEED = option("seed")
+AS_JSON = own("Print JSON instead of text.", False, "--json")
 PAIRING = ("target", "drafter", "gamma", "tree", "temperature", "top_k", "top_p", "min_p",
            "sampling", "rule", "dtype", "device", "seed")  # fmt: skip
 
@@ -77,7 +77,7 @@ def pairing_options(given: Mapping[str, Any]) -> dict[str, Any]:
     it is None, and the table's defaults of the others."""
     from specexp import api
 
-    options = {name: given.get(name, default(name)) for name in PAIRING}
+    options = {name: given.get(name, PARAMETERS[name].default) for name in PAIRING}
     if options["gamma"] is None:
         options["gamma"] = api.usual_gamma(api.DEFAULTS | options)
     return options

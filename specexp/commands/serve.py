@@ -2,53 +2,45 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.table import Table
 
+from specexp import terminal
 from specexp.commands import options as opt
 from specexp.errors import counted
 
 
 def serve(
     ctx: typer.Context,
-    load: Annotated[
-        str,
-        typer.Option(
-            help="How requests arrive. closed:N keeps N in flight; poisson:RATE, "
-            "bursty:RATE,CV or day:RATE, in requests/s; or trace:FILE (CSV, BurstGPT columns)."
-        ),
-    ] = "closed:8",
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="plain (no drafter), never, always:GAMMA, threshold:GAMMA,ROWS, "
-            "table:1=5,8=2,16=0 (rows=gamma), greedy, goodput or bandit; repeat to compare. "
-            "Default: plain, always:3, goodput."
-        ),
-    ] = None,
-    target: opt.Target = opt.default("target"),
-    drafter: opt.Drafter = opt.default("drafter"),
-    prompts: Annotated[str, opt.option("prompts")] = opt.default("prompts"),
-    chat: opt.Chat = False,
-    count: Annotated[int, opt.option("count", "A trace is cut after them.")] = opt.default("count"),
-    max_new_tokens: opt.MaxNewTokens = opt.default("max_new_tokens"),
-    rows: Annotated[int, opt.option("rows")] = opt.default("rows"),
-    queue: Annotated[int, opt.option("queue")] = opt.default("queue"),
-    chunk: Annotated[int, opt.option("chunk")] = opt.default("chunk"),
-    ttft_ms: Annotated[float, opt.option("ttft_ms", "For goodput.")] = opt.default("ttft_ms"),
-    tpot_ms: Annotated[float, opt.option("tpot_ms", "For goodput.")] = opt.default("tpot_ms"),
-    temperature: opt.Temperature = opt.default("temperature"),
-    sampling: opt.OwnSampling = opt.default("sampling"),
-    dtype: opt.Dtype = opt.default("dtype"),
-    device: opt.Device = opt.default("device"),
-    seed: Annotated[int, opt.option("seed", "And of arrivals.")] = opt.default("seed"),
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write every step (CSV) here, and the timelines (PNG) beside it."),
-    ] = None,
-    as_json: opt.AsJson = False,
+    load: str = opt.own(
+        "How requests arrive. closed:N keeps N in flight; poisson:RATE, "
+        "bursty:RATE,CV or day:RATE, in requests/s; or trace:FILE (CSV, BurstGPT columns).",
+        "closed:8",
+    ),
+    policy: list[str] | None = opt.own(
+        "plain (no drafter), never, always:GAMMA, threshold:GAMMA,ROWS, "
+        "table:1=5,8=2,16=0 (rows=gamma), greedy, goodput or bandit; repeat to compare. "
+        "Default: plain, always:3, goodput."
+    ),
+    target: str = opt.TARGET,
+    drafter: str = opt.DRAFTER,
+    prompts: str = opt.option("prompts"),
+    chat: bool = opt.CHAT,
+    count: int = opt.option("count", "A trace is cut after them."),
+    max_new_tokens: int = opt.MAX_NEW_TOKENS,
+    rows: int = opt.option("rows"),
+    queue: int = opt.option("queue"),
+    chunk: int = opt.option("chunk"),
+    ttft_ms: float = opt.option("ttft_ms", "For goodput."),
+    tpot_ms: float = opt.option("tpot_ms", "For goodput."),
+    temperature: float = opt.TEMPERATURE,
+    sampling: str = opt.SAMPLING,
+    dtype: str = opt.DTYPE,
+    device: str = opt.DEVICE,
+    seed: int = opt.option("seed", "And of arrivals."),
+    out: Path | None = opt.own("Write every step (CSV) here, and the timelines (PNG) beside it."),
+    as_json: bool = opt.AS_JSON,
 ) -> None:
     """Serve the same requests under several policies and compare throughput and latencies.
 
@@ -92,10 +84,7 @@ def serve(
 def _show_served(figures: Any, title: str) -> None:
     from specexp.figures.under_load import SHOWN, as_text
 
-    table = Table("", *figures["policy"], title=title, title_justify="left", title_style="",
-                  box=None, header_style="bold")  # fmt: skip
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = terminal.table(title, "", *figures["policy"])
     for key, label in SHOWN.items():
         table.add_row(label, *(as_text(key, value) for value in figures[key]))
     opt.console.print(table)

@@ -1,11 +1,10 @@
 """`specexp store` and `specexp ui`: results, and MLflow as a view of them."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from specexp.commands.options import Command, Host, Port, check_writable, console, relative, say
+from specexp.commands import options as opt
 
 app = typer.Typer(
     help="Check results, and publish them to MLflow's own database or to any server.",
@@ -13,7 +12,10 @@ app = typer.Typer(
 )
 
 
-def ui(port: Port = 5000, host: Host = "127.0.0.1") -> None:
+def ui(
+    port: int = typer.Option(5000, help="Port to listen on.", min=1, max=65535),
+    host: str = opt.own("Address to listen on; 127.0.0.1 admits only this machine.", "127.0.0.1"),
+) -> None:
     """Serve the MLflow UI for this machine and print a link to each experiment's shared view."""
     from specexp.tracking import mlflow_server
 
@@ -21,18 +23,11 @@ def ui(port: Port = 5000, host: Host = "127.0.0.1") -> None:
 
 
 def report(
-    what: Annotated[
-        str,
-        typer.Argument(
-            help="An experiment's name, a grid file or a result folder.", metavar="RESULTS"
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The page to write. Default: in the store's reports/.")
-    ] = None,
-    pdf: Annotated[
-        bool, typer.Option("--pdf", help="Also print it as PDF, beside it, with Chromium.")
-    ] = False,
+    what: str = typer.Argument(
+        help="An experiment's name, a grid file or a result folder.", metavar="RESULTS"
+    ),
+    out: Path | None = opt.own("The page to write. Default: in the store's reports/."),
+    pdf: bool = opt.own("Also print it as PDF, beside it, with Chromium.", False, "--pdf"),
 ) -> None:
     """Write one HTML page to send: question, answer, figures, table, exactness and environment.
 
@@ -42,23 +37,23 @@ def report(
 
     everything = reporting.of(what)
     if out is not None:
-        check_writable(out)
+        opt.check_writable(out)
     if pdf:
         reporting.chromium()
     path = reporting.write(everything, out, [Path(what).name.replace(".yml", ".yaml")])
     for written in [path, *([reporting.print_pdf(path)] if pdf else [])]:
-        say(str(relative(written)))
+        opt.say(str(opt.relative(written)))
 
 
-@app.command("check", cls=Command)
+@app.command("check", cls=opt.Command)
 def check() -> None:
     """Check that every result is whole and in MLflow once, unchanged; exit code 4 if not."""
     from specexp.tracking import audit
 
-    raise typer.Exit(0 if audit.show(console) else 4)
+    raise typer.Exit(0 if audit.show(opt.console) else 4)
 
 
-@app.command("rebuild", cls=Command)
+@app.command("rebuild", cls=opt.Command)
 def rebuild() -> None:
     """Publish every result to MLflow: its database is built anew, the old one is renamed.
 
@@ -67,5 +62,5 @@ def rebuild() -> None:
     from specexp.tracking import audit
     from specexp.tracking import rebuild as rebuilding
 
-    rebuilding.show(rebuilding.rebuild(console), console)
-    raise typer.Exit(0 if audit.show(console) else 4)
+    rebuilding.show(rebuilding.rebuild(opt.console), opt.console)
+    raise typer.Exit(0 if audit.show(opt.console) else 4)

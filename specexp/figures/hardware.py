@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
+from specexp import terminal
 from specexp.errors import counted
 from specexp.figures.style import share, times
 from specexp.measure.hardware.phases import PHASES
@@ -31,17 +32,8 @@ def tables(name: str, suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     return {"peers": _peers, "roofline": _roofline, "round": _round}[name](suite)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left", title_style="", box=None,
-                  header_style="bold")  # fmt: skip
-    for at, column in enumerate(table.columns):
-        column.no_wrap, column.overflow = True, "fold"
-        column.justify = "right" if at else "left"
-    return table
-
-
 def _peers(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
-    table = _table(
+    table = terminal.table(
         f"peers: {suite['drafter']}, γ = {suite['gamma']}, "
         f"{counted(suite['new_tokens'], 'new token')} for "
         f"{counted(suite['prompts'], 'prompt')}, repeats {suite['repeats']}",
@@ -74,12 +66,13 @@ def _equal(output: dict[str, Any] | None) -> str:
 
 def _roofline(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     copy, rows = suite["copy"], suite["rows"]
-    memory = _table(
+    memory = terminal.table(
         f"roofline: a copy moves {copy['gb_s']:.1f} GB/s ({copy['bytes'] / 2e6:.0f} MB read and as "
         f"many written); {suite['turns']} turns",
         "pass", "tokens", "ms", "must read", "GB/s", "of copy's GB/s",
     )  # fmt: skip
-    products = _table("", "pass", "tokens", "bare products, ms", "pass / bare", "pass / one token")
+    columns = ("pass", "tokens", "bare products, ms", "pass / bare", "pass / one token")
+    products = terminal.table("", *columns)
     for row in rows:
         name = row["model"], str(row["tokens"])
         read = f"{row['ms']:.2f}", f"{row['bytes'] / 1e6:.1f} MB", f"{row['gb_s']:.1f}"
@@ -103,7 +96,7 @@ def _roofline(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
 
 def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     sides = suite["plain"], suite["fast"]
-    table = _table(
+    table = terminal.table(
         f"round: {suite['drafter']}, one stream, {counted(suite['texts'], 'prompt')}, repeats "
         f"{suite['turns'] // suite['texts']}; ms a round",
         "phase", "plain", "share", f"γ = {suite['gamma']}", "share",
