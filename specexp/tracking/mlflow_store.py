@@ -84,11 +84,13 @@ class State:
 @dataclass(frozen=True)
 class Backend:
     """`uri`: its address for MLflow. `home`: the folder of `artifacts/`, which is not part of a
-    PostgreSQL address. `remedy`: added to errors about damage, says what to do."""
+    PostgreSQL address. `remedy`: added to errors about damage, says what to do. `file`: the SQLite
+    file, or None for other stores."""
 
     uri: str
     home: Path
     remedy: str = ""
+    file: Path | None = None
 
     @classmethod
     def at(cls, address: str, home: Path) -> Backend:
@@ -111,12 +113,7 @@ class Backend:
     @classmethod
     def of(cls, file: Path, remedy: str = "") -> Backend:
         """The store in a SQLite file."""
-        return cls(_address(file), file.parent, remedy)
-
-    @property
-    def file(self) -> Path | None:
-        """The SQLite file, or None for other stores."""
-        return Path(_database(self.uri)) if self.uri[:6] == "sqlite" else None
+        return cls(_address(file), file.parent, remedy, file)
 
     @property
     def served(self) -> bool:

@@ -67,14 +67,15 @@ def missing(named: Mapping[Path, Names]) -> Missing:
     return Missing(lost, deleted, failures)
 
 
-@results.unless_torn((None, None))
 def names(folder: Path) -> Names:
     """The experiment and the notebook's file under which MLflow shall show a folder; None for what
     it does not tell. Raises OSError if it cannot be read now."""
-    label = results.label(folder)
-    record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
-    tags = label["tags"] if label else results.load(folder / results.TAGS)
-    return (label or results.load(record)).get("experiment"), tags.get("notebook")
+    with results.unless_torn():
+        label = results.label(folder)
+        record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
+        tags = label["tags"] if label else results.load(folder / results.TAGS)
+        return (label or results.load(record)).get("experiment"), tags.get("notebook")
+    return None, None
 
 
 def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:

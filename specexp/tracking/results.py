@@ -18,9 +18,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from specexp.errors import UserError
 from specexp.tracking import redact
@@ -33,8 +32,6 @@ MARKER, LABEL = ".published", ".label.json"  # beside what was committed; no not
 PATIENCE_S = 120.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MACHINE_ERRORS = (*FULL, errno.EIO, errno.EMFILE, errno.ENFILE)  # as opposed to permissions
-How = ParamSpec("How")
-Value = TypeVar("Value")
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)  # the file is lost or unreadable
 
 
@@ -208,8 +205,7 @@ def key_of(path: Path) -> str:
 
 def attempts_of(key: str, where: str) -> list[Path]:
     """The folders of a run key in `attempts/`, `failed/` or `replaced/`."""
-    parent = folder(where)
-    return [parent / name for name in os.listdir(parent) if name.rpartition("-")[0] == key]
+    return [path for path in listed(where) if key_of(path) == key]
 
 
 def result_of(key: str) -> Path:
@@ -299,46 +295,39 @@ def is_simulated(metric: str, groups: str) -> bool:
     return metric.partition("/")[0] in groups.split(", ")
 
 
-def unless_torn(otherwise: Any) -> Callable[[Callable[How, Value]], Callable[How, Value]]:
-    """Makes what reads files return `otherwise` if one is torn or missing. It raises OSError if
-    that cannot be determined now (too many open files, no permission)."""
-
-    def decorate(read: Callable[How, Value]) -> Callable[How, Value]:
-        @wraps(read)
-        def checked(*args: How.args, **options: How.kwargs) -> Value:
-            try:
-                return read(*args, **options)
-            except (KeyError, TypeError, ValueError):
-                return otherwise
-            except OSError as e:
-                if e.errno not in DAMAGE:
-                    raise
-                return otherwise
-
-        return checked
-
-    return decorate
+@contextmanager
+def unless_torn() -> Iterator[None]:
+    """Leaves a block that reads files if one is torn or missing. Raises OSError if that cannot be
+    determined now (too many open files, no permission)."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError):
+        pass
+    except OSError as e:
+        if e.errno not in DAMAGE:
+            raise
 
 
-@unless_torn(False)
 def intact(result: Path) -> bool:
     """Whether this result is complete and unchanged since it was committed."""
-    digests = load(result / MANIFEST)
-    if not {RESULT, TAGS} <= digests.keys():
-        return False
-    data = {name: (result / name).read_bytes() for name in digests}
-    return all(digest(data[name]) == d for name, d in digests.items()) and _in_place(result)
+    with unless_torn():
+        digests = load(result / MANIFEST)
+        data = {name: (result / name).read_bytes() for name in digests}
+        whole = all(digest(data[name]) == d for name, d in digests.items())
+        return whole and {RESULT, TAGS} <= digests.keys() and _in_place(result)
+    return False
 
 
-@unless_torn(False)
 def unchanged(result: Path, since: Path) -> bool:
     """Whether no file of a result changed since the file `since` was written: sooner known than
     whether its megabyte is intact."""
-    then = os.stat(since).st_ctime_ns  # no program can set this time back
-    files = [MANIFEST, *load(result / MANIFEST)]
-    folders = {name.rpartition("/")[0] for name in files} - {""}  # `since` may be in its own
-    times = (os.stat(f"{result}/{name}").st_ctime_ns for name in (*files, *folders))
-    return all(time < then for time in times) and _in_place(result)
+    with unless_torn():
+        then = os.stat(since).st_ctime_ns  # no program can set this time back
+        files = [MANIFEST, *load(result / MANIFEST)]
+        folders = {name.rpartition("/")[0] for name in files} - {""}  # `since` may be in its own
+        times = (os.stat(f"{result}/{name}").st_ctime_ns for name in (*files, *folders))
+        return all(time < then for time in times) and _in_place(result)
+    return False
 
 
 def _in_place(result: Path) -> bool:

@@ -190,12 +190,8 @@ def own() -> bool:
 
 def backend() -> Backend:
     """Where runs are tracked: MLFLOW_TRACKING_URI, or the store's own database."""
-    address = os.environ.get("MLFLOW_TRACKING_URI")
-    return Backend.at(address, results.root()) if address else database()
-
-
-def database() -> Backend:
-    """The store's own database."""
+    if address := os.environ.get("MLFLOW_TRACKING_URI"):
+        return Backend.at(address, results.root())
     return Backend.of(results.root() / "mlflow.db", REMEDY)
 
 
@@ -211,12 +207,12 @@ def client() -> Any:
 def initialise() -> None:
     """Create the database if it is missing, else check that it can be read. One process at a time
     may do so (`store.alone`). Raises StoreUnreachable, StoreCorrupt."""
-    backend().prepare(had_runs=own() and had_runs())
+    backend().prepare(had_runs=had_runs())
 
 
 def had_runs() -> bool:
-    """Whether anything was ever published to the store's own database."""
-    return any(results.root().glob(f"results/*/{results.MARKER}"))
+    """Whether runs are tracked in the store's own database, and anything was published to it."""
+    return own() and any(results.root().glob(f"results/*/{results.MARKER}"))
 
 
 def experiment_id(name: str) -> str:
@@ -256,16 +252,17 @@ def marker(folder: Path) -> Path:
     return folder / f"{results.MARKER}-{results.digest(backend().uri.encode())[:8]}"
 
 
-@results.unless_torn(False)
 def publishable(folder: Path) -> bool:
     """Whether a result is intact and valid for MLflow, or enough of a failed attempt is left to be
     published: those are not fsynced. Raises OSError if that cannot be determined now."""
-    if folder.parent.name == "results":
-        record = folder / results.RESULT
-        return results.intact(folder) and not mlflow_view.problems_of(results.load(record))
-    tags, point = results.load(folder / results.TAGS), results.load(folder / results.POINT)
-    described = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
-    return described and {"experiment", "params"} <= point.keys()
+    with results.unless_torn():
+        if folder.parent.name == "results":
+            record = folder / results.RESULT
+            return results.intact(folder) and not mlflow_view.problems_of(results.load(record))
+        tags, point = results.load(folder / results.TAGS), results.load(folder / results.POINT)
+        described = {"run_key", "attempt", "status", "error", "error.kind"} <= tags.keys()
+        return described and {"experiment", "params"} <= point.keys()
+    return False
 
 
 def publish(folder: Path) -> str:
@@ -384,7 +381,7 @@ def has_database() -> bool:
     StoreCorrupt if it has lost the one it had, or StoreUnreachable."""
     if not backend().empty():
         return True
-    if own() and had_runs():
+    if had_runs():
         raise backend().damaged("is empty or gone")
     return False
 

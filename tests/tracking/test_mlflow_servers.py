@@ -50,7 +50,7 @@ def test_ui_server_refuses_foreign_hosts_and_places_and_keeps_runs(
     store, served, monkeypatch, capsys, tmp_path
 ):
     runs.log("mine", {"drafter": "before"}, METRICS)
-    with Mlflow(runs.database()) as mlflow:
+    with Mlflow(runs.backend()) as mlflow:
         hosts = [h.format(port=mlflow.port) for h in FOREIGN]
         assert {h: mlflow.status(Host=h) for h in hosts} == dict.fromkeys(hosts, 403)
         for host in (f"127.0.0.1:{mlflow.port}", f"localhost:{mlflow.port}"):
@@ -259,7 +259,7 @@ def restarts_in_mid_grid(store, slow, served, place):
 
 @pytest.mark.slow
 def test_server_restart_in_mid_grid_loses_nothing(store, slow, served):
-    restarts_in_mid_grid(store, slow, served, runs.database())
+    restarts_in_mid_grid(store, slow, served, runs.backend())
 
 
 @pytest.mark.slow
@@ -273,7 +273,7 @@ def test_postgres_server_restart_in_mid_grid_loses_nothing(store, slow, served):
 @pytest.mark.slow
 def test_next_grid_run_publishes_after_server_outage(store, written, served, monkeypatch):
     monkeypatch.setattr(runner, "PATIENCE_S", 1)
-    with Mlflow(runs.database()) as mlflow:
+    with Mlflow(runs.backend()) as mlflow:
         served(mlflow)
         mlflow.stop()
         code, said = go(written(1, 2, 3))
