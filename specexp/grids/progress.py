@@ -11,15 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -79,10 +72,11 @@ class Board:
         self.console, self.total, self.done, self.failed = console, total, 0, 0
         self._notes: set[str] = set()  # since the last point that ended
         self._lock = threading.RLock()
-        self._running: dict[str, tuple[float, TaskID]] = {}  # label -> when it began, its row
-        self._rows = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(24), TimeElapsedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[detail]}", "dim", markup=False),
+        self._running: dict[str, tuple[float, bars.TaskID]] = {}  # label -> when it began, its row
+        self._rows = bars.Progress(
+            bars.TextColumn("{task.description}", markup=False), bars.BarColumn(24),
+            bars.TimeElapsedColumn(), bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[detail]}", "dim", markup=False),
             console=console, transient=True, refresh_per_second=2, speed_estimate_period=3600,
             disable=not console.is_terminal,
         )  # fmt: skip

@@ -22,23 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tenacity
 from rich.text import Text
 
-from specexp.grids import identity
+from specexp.grids import identity, progress
 from specexp.grids.points import Point
-from specexp.grids.progress import (
-    ERROR,
-    REMOVED,
-    RETRIED,
-    Board,
-    Failure,
-    changed,
-    failures_of,
-    named,
-    of_error,
-    set_aside,
-)  # fmt: skip
+from specexp.grids.progress import RETRIED, Board, Failure, failures_of, of_error
 from specexp.terminal import Terminal
 from specexp.tracking import compare, presence, rebuild, report, results, runs
 
@@ -48,6 +36,7 @@ if TYPE_CHECKING:
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 RESUME = "run the same command again to resume"
 FREE_SPACE = f"free up space and {RESUME}"
+AWAY = "cannot be reached"
 PATIENCE_S = 90.0
 ROOM_PER_POINT = 2_000_000
 
@@ -81,7 +70,7 @@ def run(
                 work.compare_with_mlflow()
                 work.recover()
                 work.plan()
-                for line in changed(work.queue):
+                for line in progress.changed(work.queue):
                     board.say(line)
                 count = f"{len(work.queue)} of {len(points)} points to run"
                 if not work.queue:
@@ -111,10 +100,10 @@ def run(
     except runs.StoreUnreachable as e:
         console.print(Text(f"MLflow's notes are not renewed: {e}"), soft_wrap=True)
     if board.failed:
-        why = f"{results.root()}/failed/*/{ERROR}; --retry-failed runs failed points again"
+        why = f"{results.root()}/failed/*/{progress.ERROR}; --retry-failed runs failed points again"
         console.print(Text(f"{'errors':10s} {why}"), soft_wrap=True)
     _report(points, done, console)
-    return FAILED if board.failed or work.unpublished or work.refused else DONE
+    return FAILED if board.failed or work.unpublished else DONE
 
 
 @dataclass
@@ -127,8 +116,7 @@ class Work:
     force: bool = False
     queue: deque[Point] = field(default_factory=deque)
     published: int = 0
-    unpublished: list[Path] = field(default_factory=list)
-    refused: set[Path] = field(default_factory=set)
+    unpublished: dict[Path, str] = field(default_factory=dict)  # and why
     stopped: tuple[int, str] | None = None
 
     def __post_init__(self) -> None:
@@ -186,7 +174,7 @@ class Work:
     def publish_rest(self) -> None:
         """Try once more to publish what MLflow could not take before."""
         self._away = False
-        for kept in self.unpublished[:]:
+        for kept in [folder for folder, why in self.unpublished.items() if why == AWAY]:
             with results.claim(results.key_of(kept)) as ours:
                 if ours and not self._publish(kept):
                     return
@@ -237,8 +225,8 @@ class Work:
         if runs.published(result):
             self.board.ended(point.label, "done", message)
         else:
-            why = "refused it" if result in self.refused else "cannot be reached"
-            self.board.ended(point.label, "kept", f"the result is safe, but MLflow {why}")
+            message = f"the result is safe, but MLflow {self.unpublished.get(result, AWAY)}"
+            self.board.ended(point.label, "kept", message)
 
     def _attempt(self, point: Point, worker: local.Worker) -> None:
         attempt = results.new_attempt(point.run_key)
@@ -270,12 +258,12 @@ class Work:
         if stopping:
             failure = Failure("interrupted", "stopped")
         elif not there:
-            failure = Failure("invalid-result", REMOVED)
+            failure = Failure("invalid-result", progress.REMOVED)
         if not there:
             attempt.unlink(missing_ok=True)
             attempt.mkdir()
         _write_point(point, attempt)
-        self._publish_failure(set_aside(attempt, failure))
+        self._publish_failure(progress.set_aside(attempt, failure))
         message = f"{failure.kind}: {str(failure).splitlines()[0]}"
         self.board.ended(point.label, "stopped" if stopping else "failed", message)
 
@@ -285,41 +273,34 @@ class Work:
             self._publish(kept)
 
     def _publish(self, folder: Path) -> bool:
-        """Publish a folder, retrying for PATIENCE_S, or not at all if the last one failed: the end
-        of `run_queue` tries again. False if MLflow cannot be reached; a refusal is reported."""
-        attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(runs.StoreUnreachable)
-            & tenacity.retry_if_not_exception_type(runs.StoreRejected),
-            stop=tenacity.stop_after_delay(0.0 if self._away else PATIENCE_S)
-            | tenacity.stop_when_event_set(self._stopping),
-            wait=tenacity.wait_fixed(2),
-            sleep=tenacity.sleep_using_event(self._stopping),
-            before_sleep=lambda _: self.board.say("waiting for MLflow to answer", once=True),
-            reraise=True,
-        )
+        """Publish a folder, trying for PATIENCE_S, or only once if the last one failed: the end of
+        `run_queue` tries again. False if MLflow cannot be reached; a refusal is reported."""
         with self._publishing:
-            try:
-                attempts(runs.publish, folder)
-            except runs.StoreRejected as e:
-                self.refused.add(folder)
-                self.board.say(f"MLflow refused {folder}: {e}", once=True)
-            except runs.StoreUnreachable as e:
-                self._away = True
-                if folder not in self.unpublished:
-                    self.unpublished.append(folder)
-                message = f"not published to MLflow yet, run the same command again later: {e}"
-                self.board.say(message, once=True)
-                return False
+            deadline = time.monotonic() + (0.0 if self._away else PATIENCE_S)
             self._away = False
-            self.published += 1
-        if folder in self.unpublished:
-            self.unpublished.remove(folder)
-        return True
+            while True:
+                try:
+                    runs.publish(folder)
+                except runs.StoreRejected as e:
+                    self.unpublished[folder] = "refused it"
+                    self.board.say(f"MLflow refused {folder}: {e}", once=True)
+                except runs.StoreUnreachable as e:
+                    if time.monotonic() < deadline and not self._stopping.is_set():
+                        self.board.say("waiting for MLflow to answer", once=True)
+                        self._stopping.wait(2)
+                        continue
+                    self._away, self.unpublished[folder] = True, AWAY
+                    message = f"not published to MLflow yet, run the same command again later: {e}"
+                    self.board.say(message, once=True)
+                else:
+                    self.unpublished.pop(folder, None)
+                    self.published += 1
+                return not self._away
 
     def compare_with_mlflow(self) -> None:
         """Give results the names that their points have now, and take the marks from folders that
         MLflow lacks or shows under another name: `recover` publishes them."""
-        shown, renamed = named(self.points), set()
+        shown, renamed = progress.named(self.points), set()
         for point in self.points:
             result, now = results.result_of(point.run_key), (point.experiment, point.notebook.name)
             if shown[result] in (now, (None, None)):
@@ -360,7 +341,7 @@ class Work:
         attempts and damaged results, and publish what is not in MLflow."""
         for attempt in results.attempts_of(key, "attempts"):
             if not results.finish(attempt):
-                set_aside(attempt, Failure("interrupted", "the runner was killed"))
+                progress.set_aside(attempt, Failure("interrupted", "the runner was killed"))
         result = results.result_of(key)
         if result.exists() and not runs.publishable(result):
             results.set_aside(result, "replaced")

@@ -890,6 +890,6 @@ def test_error_that_is_shown_and_kept_has_no_secret_and_no_escape_sequence(store
     failure.__cause__ = ValueError(f"\x1b[2J{secret}")
     assert secret not in str(failure)
     attempt = results.new_attempt("0" * 16)
-    kept = (run.set_aside(attempt, failure) / ERROR).read_text()
+    kept = (progress.set_aside(attempt, failure) / ERROR).read_text()
     assert "ValueError: ␛]0;title␇[hidden]" in kept
     assert "␛[2J[hidden]" in kept

@@ -460,7 +460,7 @@ PHASES = ("setup", "recover", "plan", "claim", "work", "check", "commit", "publi
 
 
 def _mark_phases(injector: Injector) -> None:
-    from specexp.grids import execute, kernels
+    from specexp.grids import execute, kernels, progress
     from specexp.grids import runner as run
     from specexp.grids.machines import local
     from specexp.tracking import compare
@@ -470,8 +470,9 @@ def _mark_phases(injector: Injector) -> None:
     for owner, name, phase in (
         (run.Work, "recover", "recover"), (run.Work, "plan", "plan"), (run.Work, "_take", "claim"),
         (execute, "execute", "check"), (local, "execute", "check"), (execute, "_run", "work"),
-        (run, "set_aside", "aside"), (store, "commit", "commit"), (track, "publish", "publish"),
-        (compare, "show", "report"), (kernels.Worker, "_start", "kernel"),
+        (progress, "set_aside", "aside"), (store, "commit", "commit"),
+        (track, "publish", "publish"), (compare, "show", "report"),
+        (kernels.Worker, "_start", "kernel"),
         (execute._Client, "execute_cell", "cell"),
     ):  # fmt: skip
         injector.mark(owner, name, phase)
