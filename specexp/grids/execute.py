@@ -160,6 +160,7 @@ class _Client(PapermillNotebookClient):
         super().__init__(*args, **kwargs)
         self._log, self._watch = log_file, watch
         self._written: dict[int, int] = {}
+        self.on_cell_start = lambda cell, cell_index: self._tell(cell_index)
         self.on_cell_executed = self._executed
 
     def _executed(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
@@ -167,10 +168,6 @@ class _Client(PapermillNotebookClient):
         payload = execute_reply["content"].get("payload", ())
         if any(part.get("source") == "ask_exit" for part in payload):
             raise Failure("invalid-result", f"cell {cell_index + 1} calls exit or quit")
-
-    def execute_cell(self, cell: Any, cell_index: int, *args: Any, **kwargs: Any) -> Any:
-        self._tell(cell_index)
-        return super().execute_cell(cell, cell_index, *args, **kwargs)
 
     def start_new_kernel_client(self) -> Any:
         """Replies are waited for a second at a time: one that comes while a widget's output is sent

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,8 @@ class Report:
             ("" if path is None else f"{path}: " if line is None else f"{path}:{line}: ") + what
             for path, line, what in ordered
         ]
-        messages = list(dict.fromkeys(_UNPRINTABLE.sub(_escaped, text) for text in lines))
+        escaped = (_UNPRINTABLE.sub(lambda odd: ascii(odd[0])[1:-1], line) for line in lines)
+        messages = list(dict.fromkeys(escaped))
         if len(messages) > MAX_PROBLEMS:
             messages = [
                 *messages[:MAX_PROBLEMS],
@@ -57,17 +57,13 @@ class Report:
         raise UserError("\n".join(messages))
 
 
-def _escaped(character: re.Match[str]) -> str:
-    return ascii(character[0])[1:-1]
-
-
 @dataclass(frozen=True)
 class Sheet:
     """A grid file whose values all fit their parameters.
 
     `base`: every parameter of the notebook, at its fixed or default value; `axes`: those of `grid`,
     and the seeds; `include`: entries by their index in the file; `product`: whether the product of
-    the axes is run, or only the `include` entries.
+    the axes is run, or only the `include` entries; `lines`: of each value of an axis.
     """
 
     path: Path
@@ -78,6 +74,7 @@ class Sheet:
     include: dict[int, dict[str, Any]]
     exclude: list[dict[str, Any]]
     product: bool
+    lines: dict[str, dict[Any, int]]
 
     @property
     def size(self) -> int:
@@ -114,15 +111,8 @@ class Sheet:
         if index is not None and name in self.include[index]:
             return self.document.line("include", index, name)
         if name in self.axes and index is None:
-            at = self._places[name][norm(params[name])]
-            return self.document.line(*_axis(self.document, name), at)
+            return self.lines[name][norm(params[name])]
         return self.document.line("fixed", name) if self.document.has("fixed", name) else None
-
-    @cached_property
-    def _places(self) -> dict[str, dict[Any, int]]:
-        """The index of each value of an axis in its file: `axes` has fewer after --only."""
-        written = {name: self.document.at(*_axis(self.document, name)) for name in self.axes}
-        return {n: {norm(v): i for i, v in enumerate(values)} for n, values in written.items()}
 
 
 def read(path: Path, report: Report) -> Sheet | None:
@@ -147,8 +137,11 @@ def read(path: Path, report: Report) -> Sheet | None:
         return None
     _check_texts(spec, wrong)
     shaped = _shaped(spec, wrong)
-    notebook = _notebook(path, spec.get("notebook"), wrong)
-    if notebook is None:
+    try:
+        notebook = notebooks.read(_find(path, spec.get("notebook")))
+    except UserError as e:
+        for problem in str(e).splitlines():
+            wrong(problem, "notebook")
         return None
     sheet = _fitted(path, document, notebook, shaped, wrong)
     if len(report.problems) == before:
@@ -206,21 +199,11 @@ def _shaped(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
     return good
 
 
-def _notebook(grid_file: Path, named: Any, wrong: Wrong) -> Notebook | None:
-    if not isinstance(named, str) or not named.strip():
-        wrong("notebook must name the notebook to run, as in ../10_acceptance.ipynb", "notebook")
-        return None
-    try:
-        return notebooks.read(_find(grid_file, named))
-    except UserError as e:
-        for problem in str(e).splitlines():
-            wrong(problem, "notebook")
-    return None
-
-
-def _find(grid_file: Path, named: str) -> Path:
+def _find(grid_file: Path, named: Any) -> Path:
     """The notebook that a grid names. A notebook is code, so its resolved path must be in this
     repository or below the parent of the grid file's folder."""
+    if not isinstance(named, str) or not named.strip():
+        raise UserError("notebook must name the notebook to run, as in ../10_acceptance.ipynb")
     folder = grid_file.resolve().parent
     above = folder.parent if folder.parent != folder.parent.parent else folder
     outside = None
@@ -238,15 +221,12 @@ def _find(grid_file: Path, named: str) -> Path:
             f"notebook {named!r:.80} is outside {above} and {ROOT}: a notebook is code, so only "
             "those in these folders are run"
         )
-    beside = [p for f in (folder, folder.parent, ROOT / "notebooks") for p in _notebooks(f)]
+    homes = (f.glob("*.ipynb") for f in (folder, folder.parent, ROOT / "notebooks"))
+    beside = [p for found in homes for p in sorted(itertools.islice(found, 1000))]
     written = {p.name: os.path.relpath(p, folder) for p in reversed(beside)}
     near = difflib.get_close_matches(named.rpartition("/")[2], written, 1)
     hint = f"; did you mean {written[near[0]]!r}?" if near else ""
     raise UserError(f"notebook {named!r:.80} does not exist or is not an .ipynb file{hint}")
-
-
-def _notebooks(folder: Path) -> list[Path]:
-    return sorted(itertools.islice(folder.glob("*.ipynb"), 1000))
 
 
 def _fitted(
@@ -275,12 +255,15 @@ def _fitted(
             axes[name] = [fitting(name, v, "grid", name, i) for i, v in enumerate(values)]
     if "seeds" in shaped and _seeds_fit(shaped["seeds"], notebook, axes, wrong):
         axes["seed"] = shaped["seeds"]
+    lines: dict[str, dict[Any, int]] = {}
     for name, values in axes.items():
-        where = _axis(document, name)
-        for i, j in _repeated(values):
-            first = document.line(*where, i)
-            what = f"{'.'.join(where)}: {shown(values[j])} appears twice"
-            wrong(f"{what}, first on line {first}", *where, j)
+        where, lines[name] = _axis(document, name), {}
+        for i, value in enumerate(values):
+            if first := lines[name].get(norm(value)):
+                what = f"{'.'.join(where)}: {shown(value)} appears twice"
+                wrong(f"{what}, first on line {first}", *where, i)
+            else:
+                lines[name][norm(value)] = document.line(*where, i)
         if name in fixed:
             first = document.line("fixed", name)
             wrong(f"{name} is both in `fixed` (line {first}) and in `{where[0]}`", *where)
@@ -293,7 +276,9 @@ def _fitted(
     )
     base = {name: p.default for name, p in parameters.items()} | fixed
     product = bool(axes) or not include
-    return Sheet(path, document, notebook, base, axes, include, list(exclude.values()), product)
+    return Sheet(
+        path, document, notebook, base, axes, include, list(exclude.values()), product, lines
+    )
 
 
 def _seeds_fit(
@@ -386,14 +371,6 @@ def norms(values: Iterable[Any]) -> list[Any]:
 
 def distinct(values: list[Any]) -> list[Any]:
     return list({norm(value): value for value in reversed(values)}.values())[::-1]
-
-
-def _repeated(values: list[Any]) -> Iterator[tuple[int, int]]:
-    """Indices of the first occurrence and the repeat, for each repeated value."""
-    first: dict[Any, int] = {}
-    for at, value in enumerate(values):
-        if (i := first.setdefault(norm(value), at)) != at:
-            yield i, at
 
 
 def _matches(params: dict[str, Any], pattern: dict[str, Any]) -> bool:

@@ -54,49 +54,31 @@ class Around:
     data: tuple[Path, ...] = ()
 
 
-class Surroundings:
-    """What is around the points of notebooks in one folder, the working directory. `together`:
-    timed points may run side by side.
-
-    It caches: make a new one when files may have changed.
-    """
-
-    def __init__(self, known: Known, together: bool = False) -> None:
-        self.known, self.together = known, together
-        self.cached: dict[Any, Around] = {}
-
-    def files(self, params: Mapping[str, Any], notebook: notebooks.Notebook) -> dict[str, str]:
-        """The digests of the files that a point's numbers can depend on; from now on, those of
-        one's own decide what is known of code of one's own."""
-        files = _files(notebook, params, self.known)
-        own = [name for name in files if not name.startswith(f"{imports.NAME}/")]
-        elsewhere = any(name.endswith(imports.ELSEWHERE) for name in own)
-        self.known.own = None if elsewhere else [notebook.path.parent / name for name in own]
-        return files
-
-    def of(self, params: Mapping[str, Any], notebook: notebooks.Notebook) -> Around:
-        """What is around a point whose paths are relative to the working directory; equal ones are
-        one object. Raises UserError for a missing model."""
-        named = {n: texts for n in params if (texts := imports.texts_in(params[n]))}  # decide it
-        key = repr(named), notebook.path, notebook.digest
-        if key not in self.cached:
-            own = sorted({t for n, texts in named.items() if n not in PARAMETERS for t in texts})
-            folders = (os.path.abspath(t) for t in own if os.path.isfile(f"{t}/config.json"))
-            models = tuple(sorted({*feasible.sources(params, self.known), *folders}))
-            named_files = map(Path, filter(os.path.isfile, own))
-            data = tuple(path.resolve() for path in (*_data_files(params), *named_files))
-            files, device = self.files(params, notebook), params.get("device", "auto")
-            parts = _parts(files, notebook, models, data, device, self.together, self.known)
-            around = Around(parts, models, data)
-            self.cached[key] = next((a for a in self.cached.values() if a == around), around)
-        return self.cached[key]
+def surroundings(
+    params: Mapping[str, Any], notebook: notebooks.Notebook, known: Known, together: bool
+) -> Around:
+    """What is around a point of this notebook; paths are relative to the working directory.
+    `together`: timed points may run side by side. Raises UserError for a missing model."""
+    own = {t for n in params if n not in PARAMETERS for t in imports.texts_in(params[n])}
+    folders = (os.path.abspath(t) for t in own if os.path.isfile(f"{t}/config.json"))
+    models = tuple(sorted({*feasible.sources(params, known), *folders}))
+    named = map(Path, filter(os.path.isfile, sorted(own)))
+    data = tuple(path.resolve() for path in (*_data_files(params), *named))
+    files, device = files_of(params, notebook, known), params.get("device", "auto")
+    return Around(_parts(files, notebook, models, data, device, together, known), models, data)
 
 
-def _files(notebook: notebooks.Notebook, params: Mapping[str, Any], known: Known) -> dict[str, str]:
+def files_of(
+    params: Mapping[str, Any], notebook: notebooks.Notebook, known: Known
+) -> dict[str, str]:
+    """The digests of the files that a point's numbers can depend on; from now on, those of one's
+    own decide what is known of code of one's own."""
     asked = notebook.imports, tuple(sorted(notebook.strings)), str(notebook.path.parent)
-    files: dict[str, str] = known.lasting(
-        f"{FACTS}files", *asked, tuple(sorted(imports.named_by(params)))
-    )
+    named = tuple(sorted(imports.named_by(params)))
+    files: dict[str, str] = known.lasting(f"{FACTS}files", *asked, named)
+    own = [name for name in files if not name.startswith(f"{imports.NAME}/")]
+    elsewhere = any(name.endswith(imports.ELSEWHERE) for name in own)
+    known.own = None if elsewhere else [notebook.path.parent / name for name in own]
     return files
 
 
@@ -118,12 +100,21 @@ def facts_of_machine(device: str, timed: bool, engine: bool) -> Answer:
 
 
 def facts_of_model(source: str) -> Answer:
-    """The name and digest of a model."""
+    """The name of a model and a digest. Of a folder: of its configuration, tokenizer and weights.
+    Of a hub id: the revision in the local cache, or the id itself if it is not cached. The digest
+    is the same with `+int8`."""
     from specexp.models import int8
 
-    folder = Path(int8.split(source)[0])
-    read = within(folder) if folder.is_dir() else None
-    return [name_of(source), model_digest(source)], read
+    bare, how = int8.split(source)
+    folder = Path(bare)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(bare, "config.json")
+        return [source, Path(cached).parent.name if isinstance(cached, str) else bare], None
+    files = {f for pattern in _FILES for f in folder.glob(pattern) if f.is_file()}
+    contents = {str(f.relative_to(folder)): file_digest(f) for f in files}
+    return [folder.name + how, digest(contents)], within(folder)
 
 
 def _parts(
@@ -152,7 +143,7 @@ def changed(point: Point) -> str:
     before = point.around
     try:
         notebook = notebooks.read(point.notebook)
-        files = _files(notebook, point.params, known := Known())
+        files = files_of(point.params, notebook, known := Known())
         device, together = point.params.get("device", "auto"), point.together
         now = _parts(files, notebook, before.models, before.data, device, together, known)
     except (UserError, OSError) as e:
@@ -179,29 +170,6 @@ def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
 def _apart(text: str, other: str) -> str:
     """The comma-separated parts of a text that another does not have; all, if none are."""
     return ", ".join(p for p in text.split(", ") if p not in other.split(", ")) or text
-
-
-def name_of(source: str) -> str:
-    from specexp.models import int8
-
-    bare, how = int8.split(source)
-    return Path(bare).name + how if os.path.isdir(bare) else source
-
-
-def model_digest(source: str) -> str:
-    """Of a folder: a digest of its configuration, tokenizer and weights. Of a hub id: the revision
-    in the local cache, or the id itself if it is not cached. `+int8` is ignored."""
-    from specexp.models import int8
-
-    source, _ = int8.split(source)
-    if not os.path.isdir(source):
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(source, "config.json")
-        return Path(cached).parent.name if isinstance(cached, str) else source
-    folder = Path(source)
-    files = {f for pattern in _FILES for f in folder.glob(pattern)}
-    return digest({str(f.relative_to(folder)): file_digest(f) for f in files if f.is_file()})
 
 
 def file_digest(path: Path) -> str:

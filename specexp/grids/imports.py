@@ -171,7 +171,6 @@ class _Roots:
         self.folder, self.others = folder, others
         self.tops = {name.partition(".")[0] for name in others}
         self.roots: dict[str, Path] = {}
-        self.known: dict[str, list[Path]] = {}  # the files of each module
 
     def root(self, top: str) -> Path:
         """The folder from which a module is imported; the notebook's if it does not count."""
@@ -185,13 +184,8 @@ class _Roots:
                         self.roots[top] = file.parents[bool(spec.parent)]
         return self.roots[top]
 
-    def files(self, name: str) -> list[Path]:
+    def files(self, name: str) -> Iterator[Path]:
         """The files that importing a module runs and that count: its own and its packages'."""
-        if name not in self.known:
-            self.known[name] = list(self._counting(name))
-        return self.known[name]
-
-    def _counting(self, name: str) -> Iterator[Path]:
         top = name.partition(".")[0]
         if top != NAME:
             yield from _files(name, self.root(top))
@@ -264,15 +258,9 @@ def _running(code: ast.AST) -> Iterator[ast.AST]:
 
 def _drafters(texts: Iterable[str]) -> set[str]:
     """The modules of the drafters that these texts name, as METHOD or METHOD:ARGUMENT."""
-    folder = PACKAGE / "drafters"
-    methods = _methods(folder, folder.stat().st_mtime_ns)
+    methods = {path.stem for path in (PACKAGE / "drafters").glob("[a-z]*.py")}
     named = methods & {text.partition(":")[0] for text in texts}
     return {f"{_DRAFTERS}{name}" for name in named}
-
-
-@lru_cache(maxsize=4)
-def _methods(folder: Path, changed_ns: int) -> set[str]:
-    return {path.stem for path in folder.glob("[a-z]*.py")}
 
 
 def _naming(sources: Mapping[Path, Source]) -> set[str]:

@@ -175,15 +175,18 @@ class Worker:
         """
         with self.lock:
             self.running, self.killed, self.pid, self.died, self.ended = True, False, 0, "", ""
+        import torch
+
         folder = tempfile.mkdtemp(dir=self.kernels.folder)
         km = _Manager(
             kernel_name="python3", client_factory=_Client, transport="ipc", ip=f"{folder}/k",
             connection_file=f"{folder}/kernel.json",
         )  # fmt: skip
         km.context.setsockopt(zmq.RECONNECT_IVL, 5)  # ms; a kernel listens after about 100
+        on_gpu = device != "cpu" and torch.cuda.is_available()
         start = {
             "env": self.kernels.environment(env), "cwd": str(cwd), "log": str(log), "seed": seed,
-            "forked": not (self.kernels.why or _is_gpu(device)),
+            "forked": not (self.kernels.why or on_gpu),
         }  # fmt: skip
         km.provisioner = _Provisioner(parent=km, kernel_spec=km.kernel_spec)
         km.provisioner.start = lambda command: self._start(start | {"command": command})
@@ -273,12 +276,6 @@ class Worker:
                     return message[wanted]
         self.died = self.died or "was killed with its parent process"
         raise DeadKernelError(self.died)
-
-
-def _is_gpu(device: str) -> bool:
-    import torch
-
-    return device != "cpu" and torch.cuda.is_available()
 
 
 class _Provisioner(LocalProvisioner):

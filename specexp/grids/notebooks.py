@@ -87,16 +87,16 @@ def read(path: Path) -> Notebook:
         )
     parameters = _parameters(tagged[0], f"{path.name}, parameters cell, line")
     digest = digest_of(source for source, _ in cells)
-    others = [source for source, tags in cells if "parameters" not in tags]
     about = metadata.get("specexp")
     timed = not (isinstance(about, dict) and about.get("timed") is False)
-    modules, strings = imports.read(_code(others))
-    return Notebook(path, parameters, _names(others), digest, modules, strings, timed)
+    code, rest = _code(source for source, tags in cells if "parameters" not in tags)
+    return Notebook(path, parameters, _names(code, rest), digest, *imports.read(code), timed)
 
 
 def modules_of(paths: Iterable[Path]) -> tuple[str, ...]:
     """The modules that notebooks may import, with what stands behind specexp's public names."""
-    names = (n for path in paths for n in imports.read(_code(s for s, _ in _cells(path)[0]))[0])
+    codes = (_code(source for source, _ in _cells(path)[0])[0] for path in paths)
+    names = (name for code in codes for name in imports.read(code)[0])
     full = (part for name in names if name[0] != "." for part in imports.unfolded(name))
     return tuple(dict.fromkeys(full))
 
@@ -249,19 +249,21 @@ def _parse(source: str) -> ast.Module:
             raise SyntaxError(f"is not Python: {e}", (None, 1, None, None)) from e
 
 
-def _code(sources: Iterable[str]) -> ast.Module:
+def _code(sources: Iterable[str]) -> tuple[ast.Module, str]:
     """Cells as one module, without their magics, but for the files that `%run` runs; of a cell that
-    is not Python, the lines that are."""
-    body: list[ast.stmt] = []
+    is not Python, the lines that are. And the rest: magics, and the cells that are not Python."""
+    body, rest = list[ast.stmt](), list[str]()
     for source in sources:
         plain = _MAGIC.sub(_imported, source)
+        rest += [line for _, line in _MAGIC.findall(source)]
         try:
             body += _parse(plain).body
         except SyntaxError:
+            rest.append(source)
             for line in plain.splitlines():
                 with contextlib.suppress(SyntaxError):
                     body += _parse(line.strip()).body
-    return ast.Module(body, [])
+    return ast.Module(body, []), "\n".join(rest)
 
 
 def _imported(magic: re.Match[str]) -> str:
@@ -269,24 +271,13 @@ def _imported(magic: re.Match[str]) -> str:
     return magic[1] + (f"import {run[1].replace('/', '.')}" if run else "pass")
 
 
-def _names(sources: Iterable[str]) -> frozenset[str] | None:
-    """The names that cells read: loads, strings that may be keys, and every word of magics and of
-    cells that are not Python. None if a cell may read any name."""
-    names: set[str] = set()
-    for source in sources:
-        magic = "\n".join(line for _, line in _MAGIC.findall(source))
-        if re.search(r"^%run\b", magic, re.MULTILINE):
-            return None
-        try:
-            tree = _parse(_MAGIC.sub(r"\1pass", source))
-        except SyntaxError:
-            tree, magic = _parse(""), source
-        names.update(re.findall(r"\w+", magic))
-        for node in ast.walk(tree):
-            if _may_read_any_name(node):
-                return None
-            names.update(_read_by(node))
-    return frozenset(names)
+def _names(code: ast.Module, rest: str) -> frozenset[str] | None:
+    """The names that cells read: loads, strings that may be keys, and every word of what is not
+    Python. None if a cell may read any name."""
+    nodes = list(ast.walk(code))
+    if re.search(r"^%run\b", rest, re.MULTILINE) or any(map(_may_read_any_name, nodes)):
+        return None
+    return frozenset([*re.findall(r"\w+", rest), *(name for n in nodes for name in _read_by(n))])
 
 
 def _may_read_any_name(node: ast.AST) -> bool:

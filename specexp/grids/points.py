@@ -15,18 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError, first_line, meant
-from specexp.grids import identity, paths
-from specexp.grids import yaml_lines as lines
-from specexp.grids.grid_file import (
-    MAX_POINTS,
-    Report,
-    Sheet,
-    distinct,
-    listed,
-    norm,
-    norms,
-    read,
-)
+from specexp.grids import grid_file, identity, paths, yaml_lines
+from specexp.grids.grid_file import MAX_POINTS, Report, Sheet, listed, norm, norms
 from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
@@ -99,19 +89,17 @@ def load(
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))
-    sheets = [sheet for path in report.files if (sheet := read(path, report))]
+    sheets = [sheet for path in report.files if (sheet := grid_file.read(path, report))]
     if not report.problems:
         sheets = _narrowed(sheets, only, report)
     if not report.problems:
         _ask(sheets, ask, report)
     points: dict[str, Point] = {}
-    around: dict[Path, identity.Surroundings] = defaultdict(
-        lambda: identity.Surroundings(Known(kept), together)
-    )
+    known: dict[Path, Known] = defaultdict(lambda: Known(kept))
     if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
-            here = around[sheet.notebook.path.parent]  # relative paths start from here
-            for point in _points(sheet, Checks(sheet, here, checked), report):
+            here = known[sheet.notebook.path.parent]  # relative paths start from there
+            for point in _points(sheet, here, together, checked, report):
                 first = points.setdefault(point.run_key, point)
                 if point.grid not in first.grids:
                     points[point.run_key] = replace(first, others=(*first.others, point.grid))
@@ -119,23 +107,36 @@ def load(
     return list(points.values())
 
 
-def _points(sheet: Sheet, checks: Checks, report: Report) -> Iterator[Point]:
+def _points(
+    sheet: Sheet, known: Known, together: bool, checked: bool, report: Report
+) -> Iterator[Point]:
     """The points of a sheet up to the first with a problem; all of them are checked."""
     spec, path, varying = sheet.document.value, sheet.notebook.path, sheet.varying
     experiment = spec.get("experiment") or path.stem
     timeout = float(spec.get("timeout_s") or TIMEOUT_S)
-    file = sheet.path.parent.resolve() / sheet.path.name
+    file, folder = sheet.path.parent.resolve() / sheet.path.name, sheet.path.resolve().parent
     among = {name: sheet.values(name) for name in varying}
+    wrong: dict[str, set[int]] = {}  # the problems, each with the lines of the values to change
     for written, entry in sheet.combinations():
+        around = None
         with contextlib.chdir(path.parent):  # where its kernel will run
-            params, around = checks.see(written, entry)
-        if around and not checks.wrong:
+            params, problems = _moved(sheet, folder, written, entry)
+            if not problems:
+                problems, around = _judged(sheet, params, known, together, checked)
+                for i, problem in enumerate(problems):
+                    what = paths.as_written(problem.what, params, path.parent, folder)
+                    problems[i] = replace(problem, what=what)
+        for problem in problems:
+            lines_of = (sheet.where(name, written, entry) for name in problem.names)
+            line = next(filter(None, lines_of), sheet.line)
+            wrong.setdefault(problem.what, set()).add(line)
+        if around and not wrong:
             key = identity.digest({"params": identity.digest(params), **around.parts})
             name = mlflow_view.run_name(written, varying, among) or path.stem
             yield Point(name, file, path, experiment, params, varying, timeout, around, key,
                         sheet.notebook.timed)  # fmt: skip
-    for what, lines_of in checks.wrong.items():
-        for line in lines_of:
+    for what, numbers in wrong.items():
+        for line in numbers:
             report.add(sheet.path, line, what)
 
 
@@ -157,7 +158,7 @@ def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[
         elif not having:
             wrong(text, f"there is no parameter {name!r:.60}{_near(name, names)}")
         else:
-            values = distinct([value for sheet in having for value in sheet.values(name)])
+            values = grid_file.distinct([value for sheet in having for value in sheet.values(name)])
             choices = _choices(choice, having[0].notebook.parameters[name], values)
             for value in choices:
                 if norm(value) not in norms(values):
@@ -188,7 +189,7 @@ def _meant(text: str, parameter: Parameter) -> Any:
     if parameter.kind is str and not (parameter.optional and text == "null"):
         return text.strip("\"'")
     try:
-        value = lines.scalar(text)
+        value = yaml_lines.scalar(text)
         value = float(value) if parameter.kind is float and isinstance(value, str) else value
     except (UserError, ValueError):
         return text
@@ -233,81 +234,36 @@ def _sizes(sheet: Sheet) -> str:
 # --- whether it can be built ---------------------------------------------------------------------
 
 
-class Checks:
-    """Checks the points of a sheet against their models. `wrong`: the problems, each with the lines
-    of the values to change.
+def _moved(
+    sheet: Sheet, folder: Path, written: dict[str, Any], entry: int | None
+) -> tuple[dict[str, Any], list[Problem]]:
+    """A point's parameters, with the paths that its grid file, in this folder, sets as they are
+    from the notebook's folder; and what is no path from the grid file. `entry`: of `include`."""
+    params, problems = dict(written), list[Problem]()
+    for name in filter(paths.may_name, written):
+        if sheet.where(name, written, entry):
+            try:
+                params[name] = paths.moved(name, written[name], folder, sheet.notebook.path.parent)
+            except UserError as e:
+                problems.append(Problem(str(e), (name,)))
+    return params, problems
 
-    Unless they are `checked`, only what decides a point's identity is looked up.
-    To save time, parameters that are judged alone are checked once per value, all others once per
-    combination of values.
-    """
 
-    def __init__(self, sheet: Sheet, surroundings: identity.Surroundings, checked: bool) -> None:
-        self.sheet, self.surroundings, self.asking = sheet, surroundings, checked
-        self.folder = sheet.path.resolve().parent  # now: points are checked in other folders
-        self.checked: set[Any] = set()
-        alone = {name for name, parameter in parameters.PARAMETERS.items() if parameter.alone}
-        self.together = [name for name in sheet.varying if name not in alone]
-        self.alone = [name for name in sheet.varying if name in alone]
-        self.wrong: dict[str, set[int]] = {}
-
-    def see(
-        self, written: dict[str, Any], entry: int | None
-    ) -> tuple[dict[str, Any], identity.Around | None]:
-        """A point's parameters, with paths from the notebook's folder, and what is around it; None
-        if there is a problem. `entry`: of `include`."""
-        moved = self.moved(written, entry)
-        params = written | (moved or {})
-        if moved is None:
-            return params, None
-        problems, around = self.judged(params)
-        for problem in problems:
-            lines = (self.sheet.where(name, written, entry) for name in problem.names)
-            folders = self.sheet.notebook.path.parent, self.folder
-            what = paths.as_written(problem.what, params, *folders)
-            self.problem(what, next(filter(None, lines), self.sheet.line))
-        return params, around
-
-    def problem(self, what: str, line: int) -> None:
-        self.wrong.setdefault(what, set()).add(line)
-
-    def moved(self, written: dict[str, Any], entry: int | None) -> dict[str, Any] | None:
-        """The parameters that the grid file sets and that may be paths, from the notebook's
-        folder; None if one is no path from the grid file."""
-        folders = self.folder, self.sheet.notebook.path.parent
-        values, wrong = dict[str, Any](), False
-        for name in filter(paths.may_name, written):
-            if line := self.sheet.where(name, written, entry):
-                try:
-                    values[name] = paths.moved(name, written[name], *folders)
-                except UserError as e:
-                    self.problem(str(e), line)
-                    wrong = True
-        return None if wrong else values
-
-    def judged(self, params: dict[str, Any]) -> tuple[list[Problem], identity.Around | None]:
-        """The problems of what was not checked before; if there are none, what is around."""
-        together = ("", *(norm(params[name]) for name in self.together))
-        alone = {(name, norm(params[name])): name for name in self.alone}
-        new = {together, *alone} - self.checked
-        self.checked |= new
-        if self.wrong and not new:
-            return [], None
-        problems = list[Problem]()
-        try:
-            if together in new:
-                self.surroundings.files(params, self.sheet.notebook)
-            if self.asking and together in new:
-                problems = parameters.problems_of(params, None, self.surroundings.known)
-            elif self.asking:
-                values = {alone[value]: params[alone[value]] for value in new}
-                problems = list(parameters.problems_of_values(values))
-            return problems, None if problems else self.surroundings.of(params, self.sheet.notebook)
-        except (UserError, OSError) as e:
-            named = [name for name in params if name in parameters.PARAMETERS]
-            what = first_line(e)
-            return [Problem(what, parameters.by_mention(what, named, params))], None
-        except Exception as e:  # a user's model files can raise anything
-            at = " ".join(f"{name}={shown(params[name])}" for name in self.sheet.varying)
-            reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            return [Problem(f"cannot be checked at {at or 'all'}: {reason}")], None
+def _judged(
+    sheet: Sheet, params: dict[str, Any], known: Known, together: bool, checked: bool
+) -> tuple[list[Problem], identity.Around | None]:
+    """The problems of a point, those with its models only if it is to be `checked`; if there are
+    none, what is around it."""
+    try:
+        identity.files_of(params, sheet.notebook, known)
+        if checked and (problems := parameters.problems_of(params, None, known)):
+            return problems, None
+        return [], identity.surroundings(params, sheet.notebook, known, together)
+    except (UserError, OSError) as e:
+        named = [name for name in params if name in parameters.PARAMETERS]
+        what = first_line(e)
+        return [Problem(what, parameters.by_mention(what, named, params))], None
+    except Exception as e:  # a user's model files can raise anything
+        at = " ".join(f"{name}={shown(params[name])}" for name in sheet.varying)
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        return [Problem(f"cannot be checked at {at or 'all'}: {reason}")], None

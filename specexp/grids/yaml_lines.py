@@ -40,13 +40,6 @@ class Document:
     def has(self, *path: str | int) -> bool:
         return path in self._lines
 
-    def at(self, *path: str | int) -> Any:
-        """The value at a path."""
-        value = self.value
-        for part in path:
-            value = value[part]
-        return value
-
     def line(self, *path: str | int) -> int:
         """The line of a key or list item, counted from 1, or of the nearest thing that holds it."""
         while path and path not in self._lines:
@@ -172,7 +165,8 @@ class _Builder:
                 usable = False
             elif not usable and len(self.document.problems) == before:
                 hint = ", YAML reads it as true or false" if isinstance(key, bool) else ""
-                what = f"the key {_written(event)} is not a string{hint}: put it in quotes"
+                written = repr(getattr(event, "value", "[...]"))[:60]
+                what = f"the key {written} is not a string{hint}: put it in quotes"
                 self.wrong(line, what)
             elif usable and key in values:
                 first = self.document.line(*path, key)
@@ -212,7 +206,3 @@ class _Builder:
             read = f"YAML reads {raw[:40]} as {value!r:.40} (base {base})"
             self.wrong(line, f"{read}: write that number, or put it in quotes")
         return value
-
-
-def _written(event: Any) -> str:
-    return repr(event.value)[:60] if isinstance(event, yaml.ScalarEvent) else "[...]"

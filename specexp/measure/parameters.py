@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +31,7 @@ class Parameter:
     """`type`: as a notebook writes it. `help`: the comment behind it there. `check`: raises
     UserError, and gets the parameter's name and a value (of a list: each of its items). `default`:
     of the command line and of `specexp.load`. `each`: the parameter whose values a list holds, and
-    whose check they pass. `empty`: whether a list may have no items. `alone`: it is checked by its
-    own value only, whatever the others are."""
+    whose check they pass. `empty`: whether a list may have no items."""
 
     type: str
     help: str
@@ -41,7 +39,6 @@ class Parameter:
     default: Any = None
     each: str = ""
     empty: bool = True
-    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,6 @@ def _device(name: str, value: Any) -> None:
 
 # --- the table -----------------------------------------------------------------------------------
 
-alone = partial(Parameter, alone=True)
-
 PARAMETERS: dict[str, Parameter] = {
     # the pairing
     "target": Parameter("str", "target model: zoo name, folder or hub id", default="target-10m"),
@@ -126,8 +121,8 @@ PARAMETERS: dict[str, Parameter] = {
         "given (temperature and cuts), or model: that of generation_config.json", default="given"),
     "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
     "device": Parameter("str", "auto, cpu, cuda or cuda:N", _device, "auto"),
-    "seed": alone("int", "seed of sampled output", _least(0), 0),
-    "seeds": alone("list", "seeds of sampled output", each="seed"),
+    "seed": Parameter("int", "seed of sampled output", _least(0), 0),
+    "seeds": Parameter("list", "seeds of sampled output", each="seed"),
     # what it is measured on
     "prompts": Parameter("str",
         "a shipped category, all, or your own (txt, csv, parquet, jsonl, folder)", default="all"),
@@ -137,40 +132,42 @@ PARAMETERS: dict[str, Parameter] = {
     "max_new_tokens": Parameter("int", "tokens to generate per prompt, at most", _least(1), 64),
     "batch": Parameter("int", "batch size", _least(1)),
     "batches": Parameter("list", "batch sizes", each="batch", empty=False),
-    "measured_batches": alone("list", "batch sizes at which the map is checked", each="batch",
-                              empty=False),
-    "contexts": alone("list", "KV cache slots of a row, for prompt, output and draft", _least(1),
-                      empty=False),
-    "repeats": alone("int", "repeats of the whole measurement", _least(1)),
-    "force": alone("bool", "measure costs again even if they are stored"),
+    "measured_batches": Parameter("list", "batch sizes at which the map is checked", each="batch",
+                                  empty=False),
+    "contexts": Parameter("list", "KV cache slots of a row, for prompt, output and draft",
+                          _least(1), empty=False),
+    "repeats": Parameter("int", "repeats of the whole measurement", _least(1)),
+    "force": Parameter("bool", "measure costs again even if they are stored"),
     # requests under load
     "policy": Parameter("str", "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit",
                         default="goodput"),
     "policies": Parameter("list", "compared with it and plain", each="policy"),
-    "streams": alone("list", "requests in flight in the closed loops", _least(1), empty=False),
-    "turns": alone("int", "turns of each closed loop: the units of its intervals", _least(2)),
-    "arrivals": alone("str", "poisson; bursty,3 (variation of the gaps); day; trace:FILE",
-                      _arrivals),
-    "offered": alone("float", "rate of requests, as a share of what plain decoding can serve",
-                     _positive),
-    "count": alone("int", "how many: requests of the open traffic, rounds of the lesson", _least(1),
-                   64),
-    "rows": alone("int", "requests decoded at once, at most", _least(1), 32),
-    "queue": alone("int", "requests that may wait; further ones are rejected", _least(0), 1024),
-    "chunk": alone("int", "prompt tokens prefilled between two rounds", _least(1), 512),
-    "ttft_ms": alone("float", "limit of the time to first token", _positive, 1000.0),
-    "tpot_ms": alone("float", "limit of the time per token after the first", _positive, 50.0),
+    "streams": Parameter("list", "requests in flight in the closed loops", _least(1), empty=False),
+    "turns": Parameter("int", "turns of each closed loop: the units of its intervals", _least(2)),
+    "arrivals": Parameter("str", "poisson; bursty,3 (variation of the gaps); day; trace:FILE",
+                          _arrivals),
+    "offered": Parameter("float", "rate of requests, as a share of what plain decoding can serve",
+                         _positive),
+    "count": Parameter("int", "how many: requests of the open traffic, rounds of the lesson",
+                       _least(1), 64),
+    "rows": Parameter("int", "requests decoded at once, at most", _least(1), 32),
+    "queue": Parameter("int", "requests that may wait; further ones are rejected", _least(0), 1024),
+    "chunk": Parameter("int", "prompt tokens prefilled between two rounds", _least(1), 512),
+    "ttft_ms": Parameter("float", "limit of the time to first token", _positive, 1000.0),
+    "tpot_ms": Parameter("float", "limit of the time per token after the first", _positive, 50.0),
     # a day of many requests, simulated
     "requests_per_day": Parameter("int", "requests of a day; SIMULATED by samples", _least(1)),
-    "swing": alone("float", "swing of the rate around its mean over the day, as a share", _swing),
-    "prompt_tokens": alone("int", "tokens of the median prompt; lengths are lognormal", _least(1)),
-    "output_tokens": alone("int", "tokens of the median output", _least(1)),
-    "tpot_steps": alone("float", "limit of the p95 of TPOT, in plain steps of a single stream",
-                        _positive),
-    "sample": alone("int", "requests simulated for each hour, of one replica", _least(1)),
+    "swing": Parameter("float", "swing of the rate around its mean over the day, as a share",
+                       _swing),
+    "prompt_tokens": Parameter("int", "tokens of the median prompt; lengths are lognormal",
+                               _least(1)),
+    "output_tokens": Parameter("int", "tokens of the median output", _least(1)),
+    "tpot_steps": Parameter("float", "limit of the p95 of TPOT, in plain steps of a single stream",
+                            _positive),
+    "sample": Parameter("int", "requests simulated for each hour, of one replica", _least(1)),
     # finished runs
-    "grid": alone("str", "only runs of this grid; empty: all runs"),
-    "newest": alone("int", "show at most so many runs, newest first", _least(1)),
+    "grid": Parameter("str", "only runs of this grid; empty: all runs"),
+    "newest": Parameter("int", "show at most so many runs, newest first", _least(1)),
 }  # fmt: skip
 
 
@@ -213,7 +210,7 @@ def problems_of(
     """Every problem with these parameters, reusing what earlier checks looked up."""
     from specexp.measure import feasible
 
-    problems = list(problems_of_values(params))
+    problems = list(_problems_of_values(params))
     wrong = {name for problem in problems for name in problem.names}
     problems += feasible.problems_of(params, texts, known, wrong)
     first: dict[str, Problem] = {}
@@ -222,7 +219,7 @@ def problems_of(
     return list(first.values())
 
 
-def problems_of_values(params: Mapping[str, Any]) -> Iterator[Problem]:
+def _problems_of_values(params: Mapping[str, Any]) -> Iterator[Problem]:
     """The problems of single values. A value of another type than the table's is a notebook's own
     affair."""
     for name, value in params.items():

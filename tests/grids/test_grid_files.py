@@ -883,30 +883,6 @@ def test_exception_in_a_check_refuses_the_points(load, monkeypatch):
     ]
 
 
-def test_load_checks_each_value_and_combination_once(load, monkeypatch):
-    together, alone = [], []
-    for name, asked in (("problems_of", together), ("problems_of_values", alone)):
-        monkeypatch.setattr(
-            parameters, name, lambda params, *_, asked=asked: asked.append(dict(params)) or []
-        )
-    points = load(HEAD + "grid: {x: [1, 2, 3], how: [a, b]}\nseeds: [0, 1, 2, 3]")
-    assert len(points) == 24
-    assert {(p["x"], p["how"]) for p in together} == {(x, how) for x in (1, 2, 3) for how in "ab"}
-    assert len(together) == 6
-    assert [p["seed"] for p in alone if p] == [1, 2, 3]
-
-
-def test_problems_of_lone_parameters_ignore_the_others():
-    """Points are left out of the checks in reliance on `Parameter.alone`."""
-    base = {n: p.default for n, p in notebooks.read(ACCEPTANCE).parameters.items()} | {"rivals": []}
-    wrong = {"seed": -1, "ttft_ms": 0.0, "arrivals": "y", "repeats": 0}
-    assert all(parameters.PARAMETERS[name].alone for name in wrong)
-    for name, value in wrong.items():
-        [said] = parameters.check(base | {name: value})
-        for other in ({"gamma": 1}, {"drafter": "ngram"}, {"temperatures": [0.5]}):
-            assert parameters.check(base | other | {name: value}) == [said]
-
-
 # --- hostile texts -------------------------------------------------------------------------------
 
 

@@ -114,7 +114,7 @@ def test_kernels_are_in_the_keys_of_their_device(package, monkeypatch):
     monkeypatch.setattr(feasible, "sources", lambda *_: [])
 
     def key() -> dict[str, str]:
-        return identity.Surroundings(Known()).of(params, notebook).parts
+        return identity.surroundings(params, notebook, Known(), together=False).parts
 
     before = key()
     edit(package / "fast" / "cpu" / "passes.cpp")
@@ -485,16 +485,16 @@ def test_ends_and_size_of_a_large_file_are_hashed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"])
 def test_byte_of_weights_changes_the_key_in_any_format(tmp_path, name):
     (tmp_path / name).write_bytes(b"01")
-    before = identity.model_digest(str(tmp_path))
+    before = identity.facts_of_model(str(tmp_path))[0][1]
     (tmp_path / name).write_bytes(b"02")
-    assert identity.model_digest(str(tmp_path)) != before
+    assert identity.facts_of_model(str(tmp_path))[0][1] != before
 
 
 def test_hub_id_stands_for_its_cached_revision(tmp_path, monkeypatch):
-    assert identity.model_digest("nobody/nothing") == "nobody/nothing"
+    assert identity.facts_of_model("nobody/nothing")[0][1] == "nobody/nothing"
     cached = tmp_path / "snapshots" / "abc123" / "config.json"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(cached))
-    assert identity.model_digest("some/model") == "abc123"
+    assert identity.facts_of_model("some/model")[0][1] == "abc123"
 
 
 @pytest.mark.parametrize("name", ["figures/new.py", "native/new.cpp", "native/new.h"])

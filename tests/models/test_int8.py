@@ -222,12 +222,13 @@ def test_result_key_tells_int8_from_plain(tiny_folders):
     target, draft = tiny_folders
     notebook = Notebook(Path("own.ipynb"), {}, frozenset(), "a" * 64)
     of = [
-        identity.Surroundings(Known()).of({"target": t, "drafter": d}, notebook).parts
+        identity.surroundings({"target": t, "drafter": d}, notebook, Known(), False).parts
         for t, d in ((target, draft), (target, small(draft)), (small(target), draft))
     ]
     assert len({parts["models"] for parts in of}) == 3
-    assert identity.model_digest(small(draft)) == identity.model_digest(draft)
-    assert identity.name_of(small(draft)) == "draft+int8"
+    name, digest = identity.facts_of_model(small(draft))[0]
+    assert digest == identity.facts_of_model(draft)[0][1]
+    assert name == "draft+int8"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
