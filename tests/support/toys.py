@@ -36,8 +36,8 @@ class Toy:
     """A network whose one attention layer hashes what it sees; laws are ratios of small integers.
 
     kind: `dense`; `zeros` (about a third of the tokens impossible); `onehot`; `even` and `odd`
-    (disjoint supports); `tied` (logits equal in pairs). A `blind` toy ignores its context. Two toys
-    of the same kind and salt are the same network. `dirty`: it ever read a poisoned slot.
+    (disjoint supports); `tied` (logits equal in pairs). A `blind` toy ignores its context. It reads
+    any number, and says V. Two toys of the same kind and salt are the same network. `dirty`: it ever read a poisoned slot.
     """
 
     device = torch.device("cpu")
@@ -49,7 +49,7 @@ class Toy:
         self.V, self.kind, self.salt, self.blind, self.dtype = V, kind, salt, blind, dtype
         self.dirty = False
         self.config = SimpleNamespace(
-            vocab_size=V, num_hidden_layers=1, num_attention_heads=1, hidden_size=1,
+            vocab_size=1 << 62, num_hidden_layers=1, num_attention_heads=1, hidden_size=1,
             max_position_embeddings=1 << 20, model_type="toy",
         )  # fmt: skip
         self.config.get_text_config = lambda: self.config
