@@ -37,7 +37,8 @@ class Toy:
 
     kind: `dense`; `zeros` (about a third of the tokens impossible); `onehot`; `even` and `odd`
     (disjoint supports); `tied` (logits equal in pairs). A `blind` toy ignores its context. It reads
-    any number, and says V. Two toys of the same kind and salt are the same network. `dirty`: it ever read a poisoned slot.
+    any number, and says V. Two toys of the same kind and salt are the same network. `dirty`: it
+    ever read a poisoned slot.
     """
 
     device = torch.device("cpu")
