@@ -117,11 +117,16 @@ def _points(
     file, folder = sheet.path.parent.resolve() / sheet.path.name, sheet.path.resolve().parent
     among = {name: sheet.values(name) for name in varying}
     wrong: dict[str, set[int]] = {}  # the problems, each with the lines of the values to change
+    good: dict[str, identity.Around] = {}  # of points that differ in nothing but their seeds
     for written, entry in sheet.combinations():
-        around = None
         with contextlib.chdir(path.parent):  # where its kernel will run
             params, problems = _moved(sheet, folder, written, entry)
-            if not problems:
+            seed = {name: params[name] for name in params.keys() & {"seed"}}
+            rest = repr(params | {"seed": None})
+            around = None if problems else good.get(rest)
+            if around:
+                problems = [*parameters.problems_of_values(seed)]
+            elif not problems:
                 problems, around = _judged(sheet, params, known, together, checked)
                 for i, problem in enumerate(problems):
                     what = paths.as_written(problem.what, params, path.parent, folder)
@@ -130,7 +135,10 @@ def _points(
             lines_of = (sheet.where(name, written, entry) for name in problem.names)
             line = next(filter(None, lines_of), sheet.line)
             wrong.setdefault(problem.what, set()).add(line)
-        if around and not wrong:
+        if not around:
+            continue
+        good[rest] = around
+        if not wrong:
             key = identity.digest({"params": identity.digest(params), **around.parts})
             name = mlflow_view.run_name(written, varying, among) or path.stem
             yield Point(name, file, path, experiment, params, varying, timeout, around, key,

@@ -210,7 +210,7 @@ def problems_of(
     """Every problem with these parameters, reusing what earlier checks looked up."""
     from specexp.measure import feasible
 
-    problems = list(_problems_of_values(params))
+    problems = list(problems_of_values(params))
     wrong = {name for problem in problems for name in problem.names}
     problems += feasible.problems_of(params, texts, known, wrong)
     first: dict[str, Problem] = {}
@@ -219,7 +219,7 @@ def problems_of(
     return list(first.values())
 
 
-def _problems_of_values(params: Mapping[str, Any]) -> Iterator[Problem]:
+def problems_of_values(params: Mapping[str, Any]) -> Iterator[Problem]:
     """The problems of single values. A value of another type than the table's is a notebook's own
     affair."""
     for name, value in params.items():

@@ -761,6 +761,15 @@ def test_problem_of_no_parameter_has_the_line_of_the_grid(load, monkeypatch):
     assert refusal(load, "experiment: a\n" + HEAD) == ["2: the world is flat"]
 
 
+def test_points_that_differ_in_their_seeds_are_judged_once_and_each_seed_alone(load, monkeypatch):
+    judged, check = [], parameters.problems_of
+    monkeypatch.setattr(parameters, "problems_of", lambda *a: judged.append(a) or check(*a))
+    assert len({p.run_key for p in load(HEAD + "grid: {x: [1, 2]}\nseeds: [0, 1, 2]")}) == 6
+    assert len(judged) == 2
+    [line] = refusal(load, HEAD + "grid:\n  x: [1]\n  seed:\n  - 0\n  - -1")
+    assert line.startswith("6: seed is -1")
+
+
 def test_missing_model_of_an_unchecked_parameter_is_refused(load, folder):
     parameters = 'targets: list = ["sibling-3m"]\nx: int = 0'
     write(folder.parent / "reader.ipynb", "print(targets, x)", parameters=parameters)
