@@ -33,7 +33,7 @@ FOLLOWED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": (), "suppress_tokens": ([],),
 }  # fmt: skip
 # What is not: searches, further passes, other inputs, and what counts from the end of the prompt or
-# of the text.
+# of the text, or by the clock.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (),
     "force_words_ids": (), "penalty_alpha": (0,), "dola_layers": (), "guidance_scale": (1,),
@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (), "token_healing": (False,), "stop_strings": ([],),
     "min_length": (0, 1), "min_new_tokens": (0,), "forced_bos_token_id": (),
     "forced_eos_token_id": (), "exponential_decay_length_penalty": (),
-    "begin_suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],), "max_time": (),
 }  # fmt: skip
 NO_CUTS: dict[str, tuple[Any, ...]] = {
     "top_h": (), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,)

@@ -22,7 +22,7 @@ REFUSED = {
     "num_beams": 4, "guidance_scale": 1.5, "encoder_repetition_penalty": 1.2,
     "encoder_no_repeat_ngram_size": 3, "forced_eos_token_id": 0, "forced_bos_token_id": 0,
     "exponential_decay_length_penalty": [5, 1.1], "min_length": 9, "min_new_tokens": 1,
-    "begin_suppress_tokens": [3], "penalty_alpha": 0.6, "diversity_penalty": 0.5,
+    "begin_suppress_tokens": [3], "penalty_alpha": 0.6, "diversity_penalty": 0.5, "max_time": 9.5,
     "stop_strings": ["}"], "token_healing": True, "watermarking_config": {"bias": 2.5},
     "dola_layers": "high", "force_words_ids": [[3]], "constraints": ["x"], "num_beam_groups": 2,
 }  # fmt: skip
