@@ -30,10 +30,6 @@ log = logging.getLogger("specexp")
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC")
 LONGEST_S = 300
-WAITING = (
-    f"compiling kernels for this CPU, once a machine: three files of at most {LONGEST_S} s each "
-    "(SPECEXP_NATIVE=off does without, slower)"
-)
 FUNCTIONS = {
     "rounds": (
         "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
@@ -42,6 +38,11 @@ FUNCTIONS = {
     "chance": ("law", "race", "addresses", "reject", "block"),
     "scans": ("scan", "convolution_float32", "convolution_bfloat16"),
 }  # fmt: skip
+FILES = "passes", *FUNCTIONS
+WAITING = (
+    f"compiling kernels for this CPU, once a machine: {len(FILES)} files of at most {LONGEST_S} s "
+    "each (SPECEXP_NATIVE=off does without, slower)"
+)
 
 
 class Here(threading.local):
@@ -119,7 +120,7 @@ def state() -> str:
         return "no C++ compiler: torch's operations"
     if not (code := _loaded()):
         return "does not compile: torch's operations"
-    paths = (Path(part._name) for part in code[:-1])
+    paths = (Path(part._name) for part in code[: len(FILES)])
     files = b"".join(file.read_bytes() for file in paths if file.exists())
     return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
 
@@ -134,7 +135,7 @@ def _loaded() -> Library | None:
     waiting.daemon = True
     waiting.start()
     try:
-        parts = {x: CDLL(str(_built(FOLDER / f"{x}.cpp"))) for x in ("passes", *FUNCTIONS)}
+        parts = {x: CDLL(str(_built(FOLDER / f"{x}.cpp"))) for x in FILES}
         functions: dict[str, Function] = {}
         rounds = parts["rounds"]
         parts["passes"].spent_ns.restype = c_int64
