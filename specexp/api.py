@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,8 @@ from torch import nn
 
 from specexp import checked, drafters, fitting, names, rules
 from specexp.engine import Engine, Generation
-from specexp.errors import UserError, brief, meant, refusing
-from specexp.models import generation
+from specexp.errors import UserError, brief, meant, refusing, typed
+from specexp.models import generation, memory
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
 from specexp.models.load import of_module, text_of
@@ -242,6 +241,7 @@ def load(
     Raises:
         UserError: Bad input; one line says what is wrong and what to do.
     """
+    memory.check_device(device := str(device))
     if isinstance(target, str):
         tokenizer = tokenizer or names.read_target(target)[2]
         dtype = dtype or "float32"
@@ -282,24 +282,20 @@ def _settle() -> None:
 
 
 def where(device: str) -> str:
-    """The device's name, with `auto` resolved: the GPU if there is one."""
+    """The device's name, with `auto` resolved: the GPU if there is one. Raises UserError for a name
+    that is no device's."""
+    memory.check_device(device)
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.items()}
-_TYPES = {
-    "int": (Integral, "a whole number"), "float": (Real, "a number"), "str": (str, "a text"),
-    "str | Sequence[str]": (Iterable, "a text or a list of texts"),
-}  # fmt: skip
 
 
 def _check_types(call: Callable[..., Any], **options: Any) -> None:
     """Raise UserError for an option of another type than `call` declares."""
     declared = inspect.signature(call).parameters
     for name, value in options.items():
-        kind, words = _TYPES.get(declared[name].annotation.removesuffix(" | None"), (object, ""))
-        if not isinstance(value, kind) or (words and isinstance(value, bool)):
-            raise UserError(f"{name} is {value!r:.40}; it must be {words}")
+        typed(name, value, declared[name].annotation)
 
 
 def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, too_short
 from specexp.drafters.plain import Plain
-from specexp.errors import NonFiniteLogits, UserError
+from specexp.errors import NonFiniteLogits, UserError, typed
 from specexp.models.lm import LM, Forward, note_emptied
 from specexp.models.processors import unprocessed
 from specexp.models.servable import context
@@ -29,7 +29,7 @@ from specexp.recording import Recorder, Reports, recorder_for
 from specexp.rows import Rows
 from specexp.rules import Match, Rule
 from specexp.sampling import Certain, Sampling
-from specexp.sequences import Draft, Sequences, Verdict, round_report
+from specexp.sequences import Draft, Sequences, Verdict, round_report, token_ids
 from specexp.trace import Round, Step, Trace, steps
 from specexp.tree import Tree
 
@@ -67,6 +67,9 @@ class Engine:
         clock: Clock | None = None,
         recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
+        typed("seed", seed, "int")
+        for token in eos:
+            typed("an EOS token", token, "int")
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
         self.rng, self.clock = sampling.rng(seed, rule.looks_ahead), clock
@@ -181,6 +184,12 @@ class Engine:
             UserError: a prompt does not fit the context, or memory is short.
             NonFiniteLogits: a model produced NaN or infinite logits.
         """
+        known = self.target.config.vocab_size  # it may emit fewer
+        for row, prompt in enumerate(prompts):
+            token_ids(prompt, f"prompt {row}", known)
+        typed("max_new_tokens", max_new_tokens, "int")
+        for stream in streams or ():
+            typed("a stream", stream, "int")
         longest = max(map(len, prompts), default=0)
         if (over := longest + max_new_tokens - self.target.context) > 0:
             raise UserError(
@@ -191,13 +200,6 @@ class Engine:
             prompts, max_new_tokens,
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
         )  # fmt: skip
-        low, high = (int(token) for token in batch.tokens.aminmax())
-        known = self.target.config.vocab_size  # it may emit fewer
-        if low < 0 or high >= known:
-            raise UserError(
-                f"a prompt has the token {low if low < 0 else high}; {self.target.name} has tokens "
-                f"0 to {known - 1}"
-            )
         begin = time.perf_counter()
         seqs = self.begin(batch)
         trace = Trace(len(prompts), time.perf_counter() - begin)

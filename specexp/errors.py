@@ -7,10 +7,15 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 DEEPEST, LONGEST = 5, 40  # parts of a path in a name, and characters, at most
+_TYPES = {
+    "int": (Integral, "a whole number"), "float": (Real, "a number"), "str": (str, "a text"),
+    "str | Sequence[str]": (Iterable, "a text or a list of texts"),
+}  # fmt: skip
 
 
 class UserError(Exception):
@@ -21,6 +26,13 @@ class UserError(Exception):
 
 class NonFiniteLogits(Exception):
     """A model produced NaN or infinite logits. No token drawn from them is ever emitted."""
+
+
+def typed(name: str, value: Any, kind: str) -> None:
+    """Raise UserError for a value of another type than an annotation names; True is no number."""
+    of, words = _TYPES.get(kind.removesuffix(" | None"), (object, ""))
+    if not isinstance(value, of) or (words and isinstance(value, bool)):
+        raise UserError(f"{name} is {value!r:.40}; it must be {words}")
 
 
 def panicked(e: BaseException) -> bool:

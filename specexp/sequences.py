@@ -24,6 +24,22 @@ from specexp.tree import Nodes
 NOISE = Noise(0)  # of sequences outside an engine's rounds
 
 
+def token_ids(tokens: Sequence[int], about: str, vocab: int = 1 << 63) -> Tensor:
+    """int64 [n]. Raises UserError unless these are one or more tokens of 0..vocab-1."""
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        ids = torch.zeros(())
+    if ids.shape == (0,):
+        raise UserError(f"{about} is empty; give it at least one token")
+    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise UserError(f"{about} is {tokens!r:.40}; it must be a list of whole numbers, token ids")
+    for token in map(int, ids.aminmax()):
+        if not 0 <= token < vocab:
+            raise UserError(f"{about} has the token {token}; the target has 0 to {vocab - 1}")
+    return ids.long()
+
+
 @dataclass
 class Draft:
     """One round's draft tokens. tokens [B, N] int64, the root in column 0; padding (-1): none.
@@ -118,7 +134,7 @@ class Sequences:
     ) -> Sequences:
         """Rows from ragged prompts, padded on the right, with `slack` slots past the longest
         possible row: `Tree.room` of the largest draft. Raises UserError for empty prompts."""
-        if not prompts:
+        if not len(prompts):
             raise UserError("no prompts given; pass at least one")
         for row, prompt in enumerate(prompts):
             if not len(prompt):
@@ -131,7 +147,7 @@ class Sequences:
         S = max(map(len, prompts)) + max_new_tokens + slack
         tokens = torch.zeros(len(prompts), S, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
+            tokens[row, : len(prompt)] = torch.as_tensor(prompt)
         length = torch.tensor([len(p) for p in prompts])
         return cls(
             tokens.to(device),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from specexp.errors import UserError
+from specexp.errors import UserError, typed
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,11 @@ class Tree:
 
     def __post_init__(self) -> None:
         p = self.parents
+        if not isinstance(p, tuple) or any(type(node) is not int for node in (*p, self.width)):
+            raise UserError(
+                f"parents is {p!r:.40} and width {self.width!r:.40}; they must be a tuple of whole "
+                "numbers and a whole number"
+            )
         ordered = all(a <= b for a, b in itertools.pairwise(p))
         if not p or p[0] != -1 or not ordered or any(not -1 < p[i] < i for i in range(1, len(p))):
             raise UserError(
@@ -60,13 +65,21 @@ class Tree:
     @cache
     def chain(cls, gamma: int) -> Tree:
         """A chain of gamma draft tokens; gamma = 0 is plain decoding."""
+        typed("gamma", gamma, "int")
         if gamma < 0:
             raise UserError(f"gamma is {gamma}; a draft length is 0 (plain decoding) or more")
+        _check_size("chain", gamma)
         return cls(tuple(range(-1, gamma)))
 
     @classmethod
     def branching(cls, *widths: int) -> Tree:
         """`widths[d]` children for each node of depth d: `branching(3, 2)` has 1 + 3 + 6 nodes."""
+        for width in widths:
+            typed("the children of a node", width, "int")
+            if width < 1:
+                raise UserError(f"a node with {width} children: use 1 or more at each depth")
+        size = sum(itertools.accumulate(widths, operator.mul))
+        _check_size("x".join(map(str, widths)), size)
         parents, level = [-1], [0]
         for width in widths:
             born = [node for node in level for _ in range(width)]
@@ -81,6 +94,9 @@ class Tree:
         (Li et al. 2024, EAGLE-2.) Its `parents` describe chains side by side, for drafters that do
         not place nodes.
         """
+        typed("the size of a tree", size, "int")
+        typed("gamma", depth, "int")
+        _check_size(f"grown:{size}", size)
         if not 0 < depth <= size:
             raise UserError(
                 f"a tree of {size} draft tokens cannot be {depth} deep: use gamma 1 to {size}"
@@ -96,24 +112,16 @@ class Tree:
     def parse(cls, shape: str, gamma: int) -> Tree:
         """`chain` (gamma tokens), `3x2x1` (children per node at each depth) or `grown:16` (16
         tokens, at most gamma deep). Raises UserError for anything else."""
-        widths: list[int] = []
-        if shape == "chain":
-            size = gamma
-        elif grown := re.fullmatch(r"grown:([1-9]\d*)", shape):
-            size = int(grown[1])
-        elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
-            widths = [int(width) for width in shape.split("x")]
-            size = sum(itertools.accumulate(widths, operator.mul))
-        else:
-            raise UserError(
-                f"tree {shape!r} is unknown; use chain, the children at each depth such as 3x2x1, "
-                "or grown:16 for 16 draft tokens placed by the drafter's confidence"
-            )
-        if size > MOST:
-            raise UserError(f"tree {shape} has {size} draft tokens; draft at most {MOST} a round")
         if shape == "chain":
             return cls.chain(gamma)
-        return cls.branching(*widths) if widths else cls.grown(size, gamma)
+        if grown := re.fullmatch(r"grown:([1-9]\d{0,9})", shape):
+            return cls.grown(int(grown[1]), gamma)
+        if re.fullmatch(r"[1-9]\d{0,9}(x[1-9]\d{0,9})*", shape):
+            return cls.branching(*map(int, shape.split("x")))
+        raise UserError(
+            f"tree {shape!r:.40} is unknown; use chain, the children at each depth such as 3x2x1, "
+            "or grown:16 for 16 draft tokens placed by the drafter's confidence"
+        )
 
     def cut(self, depth: int) -> Tree:
         """The same tree without the nodes deeper than `depth`."""
@@ -156,6 +164,11 @@ class Tree:
         import torch
 
         return _nodes(self, torch.device(device))
+
+
+def _check_size(shape: str, size: int) -> None:
+    if size > MOST:
+        raise UserError(f"tree {shape} has {size} draft tokens; draft at most {MOST} a round")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specexp import fitting
 from specexp.errors import UserError, first_line
-from specexp.models.memory import DTYPES
+from specexp.models.memory import DTYPES, check_device
 from specexp.zoo.known import Known
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def _dtype(name: str, value: Any) -> None:
 
 
 def _device(name: str, value: Any) -> None:
-    if value not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", value):
-        raise UserError(f"device {value!r} is unknown; use auto, cpu, cuda or cuda:N")
+    check_device(value)
 
 
 # --- the table -----------------------------------------------------------------------------------

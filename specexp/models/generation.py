@@ -32,6 +32,11 @@ FOLLOWED: dict[str, tuple[Any, ...]] = {
     "sequence_bias": (), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
     "bad_words_ids": (), "suppress_tokens": ([],),
 }  # fmt: skip
+# Caches that give back what was written, unlike a quantised one.
+WHOLE_CACHES = (
+    "dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid",
+    "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked", "paged",
+)  # fmt: skip
 # What is not: searches, further passes, other inputs, and what counts from the end of the prompt or
 # of the text, or by the clock.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -41,7 +46,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (), "token_healing": (False,), "stop_strings": ([],),
     "min_length": (0, 1), "min_new_tokens": (0,), "forced_bos_token_id": (),
     "forced_eos_token_id": (), "exponential_decay_length_penalty": (),
-    "begin_suppress_tokens": ([],), "max_time": (),
+    "begin_suppress_tokens": ([],), "max_time": (), "cache_implementation": WHOLE_CACHES,
 }  # fmt: skip
 NO_CUTS: dict[str, tuple[Any, ...]] = {
     "top_h": (), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,)
@@ -102,8 +107,10 @@ def sampling(config: Any, name: str) -> Sampling:
         return Sampling()
     _refuse(settings(config, NO_CUTS), name)
     values = USUAL | settings(config, dict.fromkeys(USUAL, ()))
-    with refusing(f"generation_config.json of {name} has {values}"):
+    try:
         return Sampling(**values)
+    except UserError as e:
+        raise UserError(f"generation_config.json of {name}: {e}") from None
 
 
 def stops(config: Any, name: str) -> list[int]:

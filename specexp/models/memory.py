@@ -9,6 +9,7 @@ is not included. Nothing here loads or allocates anything. `free_memory` says wh
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from specexp.errors import first_line
+from specexp.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +119,12 @@ def smaller(halved: int, dtype: str, free: int) -> str:
     if dtype != "bfloat16" and halved <= free:
         return "use --dtype bfloat16"
     return f"choose a model of at most {free / 2e9:.1f} billion parameters, in bfloat16"
+
+
+def check_device(device: str) -> None:
+    """Raise UserError for a name that is no device's."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
+        raise UserError(f"device {device!r} is unknown; use auto, cpu, cuda or cuda:N")
 
 
 def no_cuda() -> str:

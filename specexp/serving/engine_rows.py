@@ -18,7 +18,7 @@ import torch
 from specexp.drafters import too_short
 from specexp.engine import Engine
 from specexp.errors import UserError, first_line, ran_out
-from specexp.sequences import Sequences
+from specexp.sequences import Sequences, token_ids
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -95,6 +95,14 @@ class EngineRows:
     def steady(self) -> bool:
         """See `Recorder.steady`."""
         return self.engine.recorder.steady
+
+    def unreadable(self, prompt: Sequence[int]) -> str:
+        """Why the target cannot read a prompt, or ""."""
+        try:
+            token_ids(prompt, "the prompt", self.engine.target.config.vocab_size)
+        except UserError as e:
+            return str(e)
+        return ""
 
     @torch.inference_mode()
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:

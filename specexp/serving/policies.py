@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from specexp import checked, objects
 from specexp.errors import UserError
@@ -25,6 +26,11 @@ class Table(Policy):
     """entries: pairs (rows, gamma), rising; from that many rows on, gamma tokens are drafted."""
 
     entries: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        rows = [rows for rows, _ in self.entries]
+        if not rows or rows[0] < 0 or any(a >= b for a, b in pairwise(rows)):
+            raise UserError(f"numbers of rows are {rows}: name each once, rising, from 0 or 1 on")
 
     @property
     def widest(self) -> int:
@@ -138,13 +144,11 @@ def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> P
             return Fixed(Tree.chain(_gamma(argument, name, deepest)))
         if kind == "threshold":
             gamma, most = argument.split(",")
-            return Table(((1, _gamma(gamma, name, deepest)), (int(most) + 1, 0)))
+            return Table(((0, _gamma(gamma, name, deepest)), (int(most) + 1, 0)))
         if kind == "table":
             pairs = [entry.split("=") for entry in argument.split(",")]
-            entries = {int(rows): _gamma(gamma, name, deepest) for rows, gamma in pairs}
-            if len(entries) < len(pairs):
-                raise UserError(f"policy {name!r} names a number of rows twice: name each once")
-            return Table(tuple(sorted(entries.items())))
+            entries = [(int(rows), _gamma(gamma, name, deepest)) for rows, gamma in pairs]
+            return Table(tuple(sorted(entries)))
     except ValueError:
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
     if (own := objects.resolve("policy", name)) is not None:
@@ -157,5 +161,5 @@ def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> P
 def _gamma(text: str, name: str, deepest: int) -> int:
     gamma = int(text)
     if not 0 <= gamma <= deepest:
-        raise UserError(f"policy {name!r} drafts {gamma}; this drafter does 0 to {deepest}")
+        raise UserError(f"policy {name!r} drafts {gamma} tokens; use 0 to {deepest} here")
     return gamma

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Literal
 
+from specexp.errors import UserError, typed
 from specexp.policy import Plan, Stream
 from specexp.trace import Step
 
@@ -22,6 +24,13 @@ class Request:
     at_s: float = 0.0
     stream: int = 0
     kind: str = ""
+
+    def __post_init__(self) -> None:
+        typed("new", self.new, "int")
+        typed("stream", self.stream, "int")
+        typed("at_s", self.at_s, "float")
+        if not isfinite(self.at_s):
+            raise UserError(f"at_s is {self.at_s}; a request arrives at a finite time")
 
 
 @dataclass
@@ -80,9 +89,8 @@ class Row:
 
     def advance(self, step: Step, plan: Plan, now: float) -> None:
         """Account for one round of the row."""
-        drafts = not self.behind and plan.depth(step.row) > 0
         self.length += step.emitted
-        if drafts:
+        if plan.depth(step.row) > 0:
             self.draft_read = self.length - 1
         response = self.response
         response.drafted += step.drafted

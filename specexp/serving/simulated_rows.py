@@ -58,6 +58,9 @@ class SimulatedRows:
     def wait(self, until: float) -> None:
         self.time = max(self.time, until)
 
+    def unreadable(self, prompt: Sequence[int]) -> str:
+        return ""
+
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:
         chances = self.conditional(stream), self.filled(stream)
         self.texts[row] = _Sequence(len(text), len(text), *chances)

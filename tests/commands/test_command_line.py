@@ -611,7 +611,7 @@ def test_serve_shows_a_table_and_why_requests_were_refused_in_json_too(
         (["--out", "/proc/x/steps.csv"], "cannot write /proc/x/steps.csv"),
         (
             ["--target", "target-10m", "--drafter", "medusa", "--policy", "always:5"],
-            "policy 'always:5' drafts 5; this drafter does 0 to 3",
+            "policy 'always:5' drafts 5 tokens; use 0 to 3 here",
         ),
     ],
 )

@@ -103,6 +103,10 @@ def test_distributions_are_at_least_float32(dtype):
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_p": math.nan}, "top_p"),
+        ({"top_k": 2.5}, "top_k is 2.5; it must be a whole number"),
+        ({"top_k": True}, "top_k is True; it must be a whole number"),
+        ({"temperature": "1"}, "temperature is '1'; it must be a number"),
+        ({"min_p": None}, "min_p is None; it must be a number"),
     ],
 )
 def test_sampling_rejects_impossible_settings(options, said):

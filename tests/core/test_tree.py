@@ -32,9 +32,25 @@ def test_tree_rejects_parents_out_of_breadth_first_order(parents):
         Tree(parents)
 
 
-def test_chain_rejects_negative_length():
-    with pytest.raises(UserError, match="gamma is -1"):
-        Tree.chain(-1)
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: Tree.chain(-1), "gamma is -1; a draft length"),
+        (lambda: Tree.chain(2.5), "gamma is 2.5; it must be a whole number"),
+        (lambda: Tree.chain(10**12), "draft at most 1024 a round"),
+        (lambda: Tree.branching(3, 0), "a node with 0 children: use 1 or more"),
+        (lambda: Tree.branching(2.5), "the children of a node is 2.5; it must be a whole number"),
+        (lambda: Tree.branching(10**6, 10**6), "draft at most 1024 a round"),
+        (lambda: Tree.grown(2.5, 1), "the size of a tree is 2.5; it must"),
+        (lambda: Tree.grown(10**12, 1), "draft at most 1024 a round"),
+        (lambda: Tree((-1, 0.0)), "must be a tuple of whole numbers"),
+        (lambda: Tree([-1, 0]), "must be a tuple of whole numbers"),
+        (lambda: Tree.parse("9" * 5000, 5), "tree '9999.* is unknown"),
+    ],
+)
+def test_numbers_that_make_no_tree_are_refused(make, line):
+    with pytest.raises(UserError, match=line):
+        make()
 
 
 def test_chains_and_branching():

@@ -790,7 +790,7 @@ def test_check_rejects_absent_gpu(monkeypatch):
 
 def test_check_rejects_policy_deeper_than_its_drafter():
     base = {"target": "target-10m", "drafter": "medusa", "gamma": 1}
-    said = "policy 'always:5' drafts 5; this drafter does 0 to 3"
+    said = "policy 'always:5' drafts 5 tokens; use 0 to 3 here"
     assert parameters.check(base | {"policies": ["always:3", "plain", "goodput"]}) == []
     assert parameters.check(base | {"policies": ["always:3", "always:5"]}) == [said]
     assert parameters.check(base | {"rivals": ["ngram"], "policy": "always:5"}) == [said]

@@ -38,7 +38,7 @@ from specexp.tree import Tree
         ("always:0", Fixed(Tree.chain(0))),
         ("always:3", Fixed(Tree.chain(3))),
         ("always:5", Fixed(Tree.chain(5))),
-        ("threshold:3,8", Table(((1, 3), (9, 0)))),
+        ("threshold:3,8", Table(((0, 3), (9, 0)))),
         ("table:1=5,8=2,16=0", Table(((1, 5), (8, 2), (16, 0)))),
         ("table:16=0,1=5", Table(((1, 5), (16, 0)))),
         ("bandit", Bandit((0, 1, 2, 3, 5))),
@@ -70,17 +70,19 @@ def test_named_policies_are_cut_to_the_drafter():
         ("always:", "not well formed"),
         ("always:x", "not well formed"),
         ("always:1.5", "not well formed"),
-        ("always:-1", "drafts -1; this drafter does 0 to 5"),
-        ("always:9", "drafts 9; this drafter does 0 to 5"),
+        ("always:-1", "drafts -1 tokens; use 0 to 5 here"),
+        ("always:9", "drafts 9 tokens; use 0 to 5 here"),
         ("threshold:3", "not well formed"),
         ("threshold:3,8,9", "not well formed"),
-        ("threshold:6,8", "drafts 6; this drafter does 0 to 5"),
+        ("threshold:6,8", "drafts 6 tokens; use 0 to 5 here"),
         ("table:", "not well formed"),
         ("table:3", "not well formed"),
         ("table:1=2=3", "not well formed"),
         ("table:1=2,", "not well formed"),
-        ("table:1=9", "drafts 9; this drafter does 0 to 5"),
-        ("table:1=5,1=3", "names a number of rows twice"),
+        ("table:1=9", "drafts 9 tokens; use 0 to 5 here"),
+        ("table:1=5,1=3", r"numbers of rows are \[1, 1\]: name each once"),
+        ("table:-2=5,1=3", r"rows are \[-2, 1\]: name each once, rising, from 0"),
+        ("threshold:5,-3", r"rows are \[0, -2\]"),
         ("goodput", "needs a cost table: specexp profile"),
         ("greedy", "needs a cost table: specexp profile"),
     ],
@@ -100,7 +102,7 @@ def test_policy_objects_are_taken_as_they_are():
 
 def test_absurd_draft_length_is_refused():
     for name in ("always:1000000000", "threshold:1000000000,1", "table:1=1000000000"):
-        with pytest.raises(UserError, match="drafts 1000000000; this drafter does 0 to 1024"):
+        with pytest.raises(UserError, match="drafts 1000000000 tokens; use 0 to 1024 here"):
             policies.of(name, deepest=1 << 30)
 
 
