@@ -74,8 +74,7 @@ class Policy(Protocol):
         Args:
             load: What `choose` was given.
             plan: What it answered.
-            steps: What every live row drafted, accepted and emitted, except rows drafted for by a
-                drafter that had not read their whole sequence yet.
+            steps: What every live row drafted, accepted and emitted.
             seconds: How long the round took; None if later rounds like it will not take as long, as
                 after a warm-up (`Recorder.steady`).
         """

@@ -45,9 +45,14 @@ class DraftModel(Drafter):
         self.lm.refill(seqs, missed + 1)  # the last draft's deepest token was never fed
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        rows = seqs
+        if seqs.budget is not None and self.lm.net.parts:
+            # what a state has read is not read again: padding goes behind it
+            rows = replace(seqs, length=seqs.length + (seqs.budget < 1))
+
         def step(level: Level) -> Tensor:
             if level.depth == 0:
-                return self.lm.follow(seqs, 2)
+                return self.lm.follow(rows, 2)
             return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
         return grow(seqs, tree, step, self.sampling, None if self.chosen else rng)

@@ -11,10 +11,10 @@ simulation (simulated_rows.py).
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
-from specexp.errors import UserError
+from specexp.errors import UserError, typed
 from specexp.policy import Load, Plan, Policy
 from specexp.serving.engine_rows import EngineRows, OutOfMemory, window
 from specexp.serving.requests import Request, Response, Row, ServerStep, State
@@ -42,6 +42,8 @@ class Server:
                 f"the rows leave {rows.slack} slots for a draft and the policy wants "
                 f"{policy.widest}: make them with more slack"
             )
+        typed("chunk", chunk, "int")
+        typed("queue", queue, "int")
         if chunk < 1 or queue < 0:
             raise UserError(f"chunk is {chunk} and queue {queue}; at least 1 and 0 are needed")
         self.rows, self.policy, self.chunk, self.queue = rows, policy, chunk, queue
@@ -82,6 +84,8 @@ class Server:
                 f"a prompt of {P} tokens and {request.new} new ones need {need} slots, "
                 f"{need - most} more than the {most} of a row"
             )
+        if reason := self.rows.unreadable(request.prompt):
+            return reason
         if len(self.waiting) >= self.queue + self.occupied[: self.usable].count(None):
             return f"the queue is full: {self.queue} requests wait"
         return ""
@@ -151,14 +155,14 @@ class Server:
         streams = tuple(row.stream if row and row.writing else None for row in used)
         load = Load(top, context, len(self.waiting), streams)
         begin = self.now
-        plan = self._possible(self.policy.choose(load), load, longest)
-        lacking = self._catch_up(plan.budget, longest) if plan.tree.depth else set()
+        possible = self._possible(self.policy.choose(load), load, longest)
+        plan = self._catch_up(possible, longest) if possible.tree.depth else possible
         steps = self._timed(self.rows.round, plan.budget, longest, plan.tree)
         for step in steps:
             self._settle(step, plan)
-        judged = [step for step in steps if step.row not in lacking]
-        seconds = self.now - begin if self.rows.steady else None
-        self.policy.learn(load, plan, judged, seconds)
+        # a chunk that was read for later rounds is no part of a round like this
+        seconds = self.now - begin if self.rows.steady and plan is possible else None
+        self.policy.learn(load, plan, steps, seconds)
         return top, steps
 
     def _possible(self, plan: Plan, load: Load, longest: int) -> Plan:
@@ -170,27 +174,32 @@ class Server:
             -1 if s is None else 0 if reads and not s.rounds else min(most, plan.depth(at))
             for at, s in enumerate(load.streams)
         )
-        return plan._replace(tree=plan.tree.cut(max(0, *budget)), budget=budget)
+        return _within(plan, budget)
 
-    def _catch_up(self, budget: Sequence[int], longest: int) -> set[int]:
+    def _catch_up(self, plan: Plan, longest: int) -> Plan:
         """Let the drafter catch up with the rows that draft: those that it lags far behind one by
-        one, a chunk in all, then the others in one pass. Returns the rows that it still lacks
-        tokens of."""
+        one, a chunk in all, then the others in one pass, together with rows that are decoded and
+        lack no more. Returns the plan, without drafts for rows of which it still lacks tokens."""
         left = max(self.chunk, NEAR)  # more than a round adds
-        drafting = zip(self.occupied, budget, strict=False)
-        writing = [(at, row) for at, (row, depth) in enumerate(drafting) if row and depth > 0]
-        for at, row in writing:
-            if row.behind > NEAR and left:
+        each = zip(self.occupied, plan.budget, strict=False)
+        decoded = [(at, row, depth) for at, (row, depth) in enumerate(each) if row and depth >= 0]
+        for at, row, depth in decoded:
+            if depth and row.behind > NEAR and left:
                 stop = row.draft_read + min(row.behind, left)
                 self._timed(self.rows.catch_up_row, at, row.draft_read, stop)
                 left -= stop - row.draft_read
                 row.draft_read = stop
-        near = [row for _, row in writing if row.behind <= NEAR]
-        if lag := max((row.behind for row in near), default=0):
-            self._timed(self.rows.catch_up, budget, longest, lag)
-        for row in near:
-            row.draft_read = row.length - 1
-        return {at for at, row in writing if row.behind}
+        if lacking := {at for at, row, depth in decoded if depth and row.behind > NEAR}:
+            budget = (0 if at in lacking else depth for at, depth in enumerate(plan.budget))
+            plan = _within(plan, tuple(budget))
+        if lag := max((row.behind for at, row, _ in decoded if plan.budget[at]), default=0):
+            # padding may overwrite what the drafter holds of as many tokens
+            near = {at: row for at, row, _ in decoded if row.behind <= lag}
+            reading = tuple(1 if at in near else -1 for at in range(len(plan.budget)))
+            self._timed(self.rows.catch_up, reading, longest, lag)
+            for row in near.values():
+                row.draft_read = row.length - 1
+        return plan
 
     def _settle(self, step: Step, plan: Plan) -> None:
         if step.broken:
@@ -249,3 +258,8 @@ class Server:
         result = call(*args)
         self._busy += self.rows.clock() - begin
         return result
+
+
+def _within(plan: Plan, budget: tuple[int, ...]) -> Plan:
+    """The plan with this budget, its tree no deeper than the largest."""
+    return plan._replace(tree=plan.tree.cut(max(0, *budget)), budget=budget)

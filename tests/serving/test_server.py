@@ -256,15 +256,20 @@ def test_end_of_text_frees_the_row():
     assert len(responses[1].tokens) == 1
 
 
-def test_catching_up_leaves_no_gap():
-    """The target as its own draft: after any number of rounds without it, nothing is missing."""
-    made = engine("self", "chain", "match")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
+def test_catching_up_leaves_no_gap(family):
+    """The target as its own draft, with rings and with states: after any number of rounds without
+    it, however far it lags, nothing is missing in the rounds that draft."""
+    made = engine("self", "chain", "match", family)
     policy = Restless(5)
-    _, responses = served(made, policy, Source(requests(9), 4), chunk=7)
+    todo = [*requests(7), *(Request([i * 7 % V for i in range(n)], NEW) for n in (65, 45))]
+    _, responses = served(made, policy, Source(todo, 4), chunk=7)
     drafted = [step for step in policy.learned if step.drafted]
     assert len(drafted) > 20
     assert all(step.accepted == step.drafted for step in drafted)
-    assert all(a.state == "done" for a in responses)
+    for response in responses:
+        assert response.tokens == alone(made, response.request)
+        assert response.accepted == response.drafted
 
 
 def test_drafter_catches_up_in_chunks():
@@ -288,8 +293,10 @@ def test_drafter_catches_up_in_chunks():
     assert [start for start, _ in read] == [0, *(stop for _, stop in read)][:-1]
     assert {stop - start for start, stop in read} == {20}
     assert response.tokens == alone(made, request)
-    assert 0 < len(policy.learned) < response.passes
-    assert all(step.accepted == step.drafted == 2 for step in policy.learned[1:])
+    drafted = [step.drafted for step in policy.learned]
+    assert drafted[:4] == [0, 0, 0, 2]
+    assert set(drafted[3:-1]) == {2}
+    assert response.drafted == response.accepted
 
 
 def test_nan_fails_one_request_and_leaves_the_row_clean():
@@ -319,8 +326,11 @@ def test_nan_fails_one_request_and_leaves_the_row_clean():
         (Request([], 5), "the prompt is empty"),
         (Request([1], 0), "0 new tokens"),
         (Request([1] * 80, 20), "100 slots, 14 more than the 86 of a row"),
+        (Request([1, 2.5], 5), "the prompt is [1, 2.5]; it must be a list of whole numbers"),
+        (Request([1, 9999], 5), "the prompt has the token 9999; the target has 0 to 31"),
+        (Request(["a"], 5), "the prompt is ['a']; it must be a list of whole numbers"),
     ],
-    ids=["empty", "nothing", "long"],
+    ids=["empty", "nothing", "long", "fraction", "unknown", "text"],
 )
 def test_invalid_requests_are_refused_with_the_reason(request_, reason):
     made = engine("model", "chain", "match")
@@ -328,6 +338,16 @@ def test_invalid_requests_are_refused_with_the_reason(request_, reason):
     assert responses[0].state == "refused"
     assert reason in responses[0].reason
     assert [a.state for a in responses[1:]] == ["done", "done"]
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [({"new": 2.5}, "new is 2.5; it must be a whole number"), ({"new": True}, "new is True"),
+     ({"stream": 0.5}, "stream is 0.5; it"), ({"at_s": float("nan")}, "at_s is nan; a request")],
+)  # fmt: skip
+def test_numbers_that_a_request_would_round_are_refused(value, line):
+    with pytest.raises(UserError, match=line):
+        Request(**{"prompt": [1], "new": 3} | value)
 
 
 def test_text_may_fill_row_and_context():
