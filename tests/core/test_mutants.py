@@ -547,7 +547,7 @@ MUTANTS = [
     Mutant("draft's accepted path left where it was", DraftModel, "observe",
            {"if not draft.nodes.is_chain:": "if False:"}, "speed"),
     Mutant("only the root is fed again", DraftModel, "propose",
-           {"self.lm.follow(seqs, 2)": "self.lm.follow(seqs, 1)"}, "speed"),
+           {"self.lm.follow(rows, 2)": "self.lm.follow(rows, 1)"}, "speed"),
     # From logits to a law
     Mutant("top-p keeps one token too few", *law,
            {"ranked.cumsum(-1) - ranked >= self.top_p": "ranked.cumsum(-1) > self.top_p"},
