@@ -85,6 +85,7 @@ def load(
         prompts, source = _folder(Path(path_or_name), paths)
     else:
         prompts, source = _read(paths[0])
+    total = len(prompts)
     if categories is not None:
         present = {prompt.category: None for prompt in prompts}
         if unknown := [category for category in categories if category not in present]:
@@ -94,7 +95,9 @@ def load(
         prompts = [prompt for prompt in prompts if prompt.category in categories]
     if limit is not None and limit < 1:
         raise UserError(f"limit must be at least 1 prompt, not {limit}")
-    return Prompts(in_turns(prompts)[:limit], source)
+    chosen = in_turns(prompts)[:limit]
+    of_own = path_or_name not in (*NAMES, "all") and len(chosen) < total
+    return Prompts(chosen, f" (of {total})" * of_own + source)
 
 
 def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -140,7 +143,8 @@ def in_chat(
         in_template = chat or prompt.chat
         cut += len(prompt.turns) > 1 and not in_template
         texts += _turns(prompt, pairing, max_new_tokens) if in_template else [prompt]
-    return Prompts(texts, source + f"; of {cut} only the first turn, without chat" * (cut > 0))
+    used = f"; without chat only the first turn of {counted(cut, 'conversation')} is used"
+    return Prompts(texts, source + used * (cut > 0))
 
 
 def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Prompt]:
@@ -187,8 +191,8 @@ def _folder(folder: Path, paths: list[Path]) -> tuple[list[Prompt], str]:
     if not prompts:
         raise UserError(f"{folder} holds no texts: a folder of prompts has one in each *.txt file")
     empty = len(paths) - len(prompts)
-    omitted = f"; {empty} left out: empty" if empty else ""
-    return prompts, f", the *.txt files of {folder.name}{omitted}"
+    skipped = f"; {counted(empty, 'empty file')} skipped" if empty else ""
+    return prompts, f" from the .txt files of {folder.name}{skipped}"
 
 
 def _read(path: Path) -> tuple[list[Prompt], str]:
@@ -221,10 +225,13 @@ def _read(path: Path) -> tuple[list[Prompt], str]:
     if not prompts:
         empty = "has no conversation in which a user speaks" if silent else "holds no prompt"
         raise UserError(f"{path} {empty}: write at least one")
-    omitted = f"; {silent} left out: no user speaks" if silent else ""
+    more = f"; {counted(silent, unit)} skipped: no user speaks there" if silent else ""
     if same := len(prompts) - len({(p.turns, p.answers, p.system) for p in prompts}):
-        omitted += f"; {same} the same as one before"
-    return prompts, f", {', '.join(keys)} of {path.name}{omitted}"
+        more += f"; {same} {'is a repeat' if same == 1 else 'are repeats'}"
+    taken = f"{'field' if len(keys) == 1 else 'fields'} {' and '.join(keys)}"
+    if read is _text:
+        taken = "one a paragraph" if any("\n" in p.text for p in prompts) else "one a line"
+    return prompts, f" from {path.name} ({taken}){more}"
 
 
 def _bytes(path: Path) -> bytes:
@@ -241,8 +248,8 @@ def _decode(path: Path, content: bytes) -> str:
     try:
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        column = error.start - content.rfind(b"\n", 0, error.start)
+        before = content[: error.start].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        line, column = before.count(b"\n") + 1, len(before) - before.rfind(b"\n")
         raise UserError(
             f"{path}: line {line}: not UTF-8 at byte {column}; save the file as UTF-8"
         ) from None

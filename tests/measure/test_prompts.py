@@ -144,7 +144,9 @@ def test_folder_of_texts_loads(tmp_path: Path) -> None:
         ("a.txt", ("a",)),
         ("b.txt", ("b\n\nb",)),
     ]
-    assert str(prompts) == f"2 prompts, the *.txt files of {tmp_path.name}; 1 left out: empty"
+    source = f"from the .txt files of {tmp_path.name}; 1 empty file skipped"
+    assert str(prompts) == f"2 prompts {source}"
+    assert str(load(tmp_path, limit=1)) == f"1 prompt (of 2) {source}"
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,7 @@ def test_folder_of_texts_loads(tmp_path: Path) -> None:
             b"a\ncaf\xe9\n",
             "mine.txt: line 2: not UTF-8 at byte 4; save the file as UTF",
         ),
+        ("mine.txt", b"a\r\xe9\r\n", "mine.txt: line 2: not UTF-8 at byte 1"),
         ("mine.csv", b"question,x\na,b\n", "line 1: no text: give one of 'turns', .*'question'"),
         ("mine.csv", b"prompt\na, b\n", "line 2: more fields than the 1 of line 1: put quotes"),
         ("mine.csv", b'prompt\n"a\n', "line 2: not CSV"),
@@ -178,11 +181,10 @@ def test_unreadable_record_is_named(tmp_path, name, content, words) -> None:
 
 def test_repeated_prompts_and_unused_turns_are_said(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_bytes(b"a\rb\ra\r")
-    assert (
-        str(load(tmp_path / "mine.txt")) == "3 prompts, text of mine.txt; 1 the same as one before"
-    )
+    assert str(load(tmp_path / "mine.txt")) == "3 prompts from mine.txt (one a line); 1 is a repeat"
     prompts = load(write(tmp_path, line(1, turns=["a", "b"]) + line(2, turns=["c"])))
-    said = "2 prompts, turns of question.jsonl; of 1 only the first turn, without chat"
+    used = "without chat only the first turn of 1 conversation is used"
+    said = f"2 prompts from question.jsonl (field turns); {used}"
     assert str(in_chat(prompts, None, 8, chat=False)) == said
 
 
@@ -194,8 +196,10 @@ def test_no_name_is_no_folder() -> None:
 def test_prompts_say_what_they_were_taken_from(tmp_path: Path) -> None:
     records = [{"conversations": SHARED}, {"prompt": "a"}, {"conversations": SHARED[:1]}]
     path = write(tmp_path, "".join(json.dumps(r) + "\n" for r in records))
-    source = "conversations, prompt of question.jsonl; 1 left out: no user speaks"
-    assert str(load(path)) == f"2 prompts, {source}"
+    source = (
+        "question.jsonl (fields conversations and prompt); 1 line skipped: no user speaks there"
+    )
+    assert str(load(path)) == f"2 prompts from {source}"
     assert str(load("code", limit=1)) == "1 prompt of code"
     assert str(load("all")) == "80 prompts"
 
