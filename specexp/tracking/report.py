@@ -16,7 +16,8 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -219,15 +220,44 @@ def newest(folders: Iterable[Path]) -> list[Run]:
 def answer(part: Sequence[Run]) -> str:
     """What came out, in words: the best run with its interval and number of prompts, and which
     others are not certainly worse. Intervals are widened (Bonferroni) for the best of several."""
-    for answer in mlflow_view.ANSWERS:
-        if having := [run for run in part if answer.metric in run.metrics]:
-            return _best(answer, having)
+    if answering := _answering(part):
+        return _best(*answering)
     return "No speedup or acceptance rate was logged; the table below has what was."
 
 
+def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer, list[Run]] | None:
+    """The first metric that answers and that runs have, with these runs, the best first."""
+    for answer in mlflow_view.ANSWERS:
+        if having := [run for run in part if answer.metric in run.metrics]:
+            order = {run: run.metrics[answer.metric] for run in having}
+            return answer, sorted(having, key=order.__getitem__, reverse=not answer.least)
+    return None
+
+
+def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
+    """Of several runs, the best first: label, what answers with its interval in words, and both as
+    places on one scale, in per cent of its width; and the place that a clear result is away from.
+    """
+    answering = _answering(part)
+    if not answering or len(answering[1]) == 1:
+        return [], None
+    answer, having = answering
+    ranges = [(run.metrics[answer.metric], *_interval(answer, run, len(having))) for run in having]
+    shown = [*chain(*ranges), *([] if answer.even is None else [answer.even])]
+    least, width = min(shown), (max(shown) - min(shown)) or 1.0
+
+    def place(value: float) -> float:
+        return round(2 + 96 * (value - least) / width, 1)
+
+    rows = [
+        (run.label, answer.figure(*each), *map(place, each))
+        for run, each in zip(having, ranges, strict=True)
+    ]
+    return rows, None if answer.even is None else place(answer.even)
+
+
 def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
-    many, choose = len(having), min if answer.least else max
-    best = choose(having, key=lambda run: run.metrics[answer.metric])
+    many, best = len(having), having[0]
     low, high = _interval(answer, best, many)
     known = low < high
     text = f"{best.label}: {answer.figure(best.metrics[answer.metric], low, high)}{answer.words}"
@@ -312,8 +342,13 @@ def _made_of(everything: Sequence[Run]) -> str:
 
 def _section(part: Sequence[Run]) -> dict[str, Any]:
     title, prose = part[0].question()
-    drawn = ((run.label, name, image) for run in part for name, image in run.figures())
-    figures = list(islice(drawn, MOST_FIGURES))
+    (_, having), (rows, even) = _answering(part) or (None, []), compared(part)
+    first = [*having, *(run for run in part if run not in having)]
+    drawn = ((run.label, name, image) for run in first for name, image in run.figures())
+    figures = [
+        (label, [(name, image) for _, name, image in of_run])
+        for label, of_run in groupby(islice(drawn, MOST_FIGURES), key=itemgetter(0))
+    ]
     labels, doubts = [run.label for run in part], dict[str, list[str]]()
     for run in part:
         for reason in run.doubts():
@@ -324,6 +359,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     made_with = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in FACTS}
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
+        "compared": rows, "even": even,
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
         "exactness": exactness(part), "doubts": doubts, "environment": made_with,

@@ -87,6 +87,23 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert "results/a" in text
     assert "results/b" in text
     assert html.count("data:image/png;base64,") == 2
+    folded = [name for name, _ in page.attributes if name == "open"]
+    assert (html.count("<details"), len(folded)) == (2, 1), "the best run's figures are open"
+    assert text.index("ngram: 1 figure") < text.index("suffix: 1 figure")
+
+
+def test_several_runs_are_compared_on_one_scale_before_anything_else(store):
+    committed("b", SLOW, drafter="suffix")
+    assert report.compared(report.of("mine")) == ([], None)
+    committed("a", FAST)
+    rows, even = report.compared(report.of("mine"))
+    assert [row[:2] for row in rows] == [
+        ("ngram", "1.90x [1.79, 2.01]"), ("suffix", "1.20x [1.09, 1.32]"),
+    ]  # fmt: skip
+    places = [place for row in rows for place in row[2:]]
+    assert [min(*places, even), max(places)] == [even, 98.0] == [2.0, rows[0][4]]
+    text = Reader(report.page(report.of("mine"))).text
+    assert text.index("The runs compared") < text.index("Runs side by side") < text.index("Figures")
 
 
 def test_page_fetches_and_runs_nothing_whatever_texts_say(store):
