@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specexp.grids import points, runner
 from specexp.measure import parameters
-from specexp.tracking import runs
+from specexp.tracking import compare, runs
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SMALL = {
@@ -64,6 +64,8 @@ def test_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders,
     finished = runs.runs()
     assert set(finished["experiment"]) == {name[3:] for name in SMALL}
     assert (finished["metrics.exact/pass"] == 1).all()
+    groups = {name[8:].partition("/")[0] for name in finished if name.startswith("metrics.")}
+    assert groups <= compare.GROUPS
     by_name = finished.set_index("experiment")
     for metric in ("acceptance/rate", "acceptance/length", "counts/emitted", "exact/tokens"):
         assert by_name[f"metrics.{metric}"].notna().all()

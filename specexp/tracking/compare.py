@@ -1,5 +1,6 @@
 """Finished runs side by side as a table. Runs nothing."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,12 @@ from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
 NAMED = ("params.drafter", "params.policy")  # in every table, even if all runs share them
+GROUPS = frozenset((
+    "acceptance", "category", "category_ci", "cost", "costs", "counts", "exact", "fleet", "goodput",
+    "latency", "load", "map", "memory", "regret", "served", "simulated", "speedup", "tax",
+    "throughput",
+))  # fmt: skip
+"""Of the metrics that this project's notebooks log; those of others are one's own."""
 
 
 def headline(result: Path) -> str:
@@ -77,7 +84,8 @@ def short(runs: pd.DataFrame) -> pd.DataFrame:
 def overview(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per run: what was paired, then the logged figures, then the parameters that differ
     between runs of an experiment and what differs in the machines and libraries that made them.
-    Figures of the groups in a run's tag `simulated` are marked so."""
+    Metrics of one's own are shown by their names, as are all of an experiment that logged no figure
+    known here. Figures of the groups in a run's tag `simulated` are marked so."""
     runs = short(runs)
     view, given = pd.DataFrame(index=runs.index), pd.DataFrame(index=runs.index)
     if "experiment" in runs:
@@ -109,8 +117,21 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
     view["exact"] = exact.mask(lossy, "lossy")
     view["exact to"] = _metric(runs, "exact/detectable_tv", "TV {:.2f}")
+    figures = view.drop(columns=["experiment", *_names(NAMED), *given, "exact"], errors="ignore")
+    answered = figures.astype(bool).any(axis=1).groupby(of_one).transform("any")
+    metrics = _names(c for c in runs if c.startswith("metrics."))
+    for name in metrics:
+        if name.rpartition("_")[0] in metrics and name.endswith(("_low", "_high")):
+            continue
+        own = _metric(runs, name, "{:.4g}", name)
+        view[name] = own.where(~answered | (name.partition("/")[0] not in GROUPS), "")
     view = view.join(given)
     return view[[c for c in view if view[c].astype(bool).any()]]
+
+
+def _names(columns: Iterable[str]) -> list[str]:
+    """The names of these parameters or metrics."""
+    return [column.partition(".")[2] for column in columns]
 
 
 def categories(runs: pd.DataFrame) -> list[str]:

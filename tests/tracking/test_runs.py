@@ -237,6 +237,17 @@ def test_a_parameter_of_some_experiments_only_is_no_column():
     assert list(compare.overview(runs)) == ["experiment", "speedup", "gamma"]
 
 
+def test_overview_shows_metrics_of_ones_own():
+    names = ["mine/score", "mine/score_low", "mine/score_high", "latency/ms", "speedup/measured"]
+    rows = [(0.51234, 0.4, 0.6, 12, 1.5), (None, None, None, 7, None)]
+    runs = pd.DataFrame(rows, columns=[f"metrics.{name}" for name in names])
+    runs["experiment"] = ["shipped", "own"]
+    view = compare.overview(runs)
+    assert list(view) == ["experiment", "speedup", "mine/score", "latency/ms"]
+    assert list(view["mine/score"]) == ["0.5123 [0.4, 0.6]", ""]
+    assert list(view["latency/ms"]) == ["", "7"], "what answers is enough where there is an answer"
+
+
 def test_overview_marks_lossy_and_simulated_figures():
     names = ["exact/pass", "exact/bugs", "throughput/tok_s", "acceptance/rate"]
     rows = [(1, 0, 9, 0.5), (0, 0, 9, 0.5), (0, 2, 9, 0.5), (1, 0, 9, 0.5)]
