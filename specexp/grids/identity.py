@@ -32,6 +32,8 @@ FACTS = "specexp.grids.identity.facts_of_"
 ENGINE = f"{imports.NAME}/engine.py"
 SHOWN = provenance.FACTS  # parts whose values say something; others are named
 MOST = 3  # of those that are named
+UNCOMPILED = "not compiled yet"  # kernels of a plan that does not wait for a compiler
+UNSURE = "done, if its kernels, not compiled here yet, come out as they were: `grid run` sees"
 WHOLE, ENDS = 1_000_000_000, 1 << 20
 _FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges*",
@@ -94,9 +96,12 @@ def facts_of_files(
 
 
 def facts_of_machine(device: str, timed: bool, engine: bool) -> Answer:
-    """The parts of a point's identity that tell what runs it; `engine`: with specexp's kernels."""
+    """The parts of a point's identity that tell what runs it; `engine`: with specexp's kernels.
+    Nothing is compiled for that."""
     parts = provenance.machine(device, timed)
-    return parts | ({"kernels": provenance.kernels(device)} if engine else {}), []
+    missing = provenance.uncompiled(device) if engine else []
+    kernels = UNCOMPILED if missing else provenance.kernels(device) if engine else ""
+    return parts | ({"kernels": kernels} if engine else {}), missing
 
 
 def facts_of_model(source: str) -> Answer:
@@ -121,9 +126,11 @@ def _parts(
     files: Mapping[str, str], notebook: notebooks.Notebook, models: Iterable[str],
     data: Sequence[Path], device: str, together: bool, known: Known,
 ) -> dict[str, str]:  # fmt: skip
-    parts: dict[str, str] = {
-        **known.lasting(f"{FACTS}machine", device, notebook.timed, ENGINE in files)
-    }
+    asked = f"{FACTS}machine", device, notebook.timed, ENGINE in files
+    parts: dict[str, str] = {**known.lasting(*asked)}
+    if known.waits and parts.get("kernels") == UNCOMPILED:
+        provenance.kernels(device)
+        parts = {**known.anew(*asked)}
     on_cpu = parts["device"] == "cpu"
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
     parts["notebook"] = notebook.digest[:16]
@@ -157,6 +164,8 @@ def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     if "versions" not in before:
         return "made before keys named versions, kernels and settings"
     names = sorted(n for n in now.keys() | before.keys() if now.get(n) != before.get(n))
+    if names == ["kernels"] and now.get("kernels") == UNCOMPILED:
+        return UNSURE
     reasons = []
     for name in filter(names.__contains__, SHOWN):
         old, new = (parts.get(name, "not in the key") for parts in (before, now))

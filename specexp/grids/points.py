@@ -78,6 +78,7 @@ class Point:
 def load(
     paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None,
     only: Sequence[str] = (), together: bool = False, checked: bool = True, kept: bool = False,
+    waits: bool = True,
 ) -> list[Point]:  # fmt: skip
     """The distinct points of these files, in their order.
 
@@ -85,7 +86,8 @@ def load(
     go on. `only`: filters such as "gamma=3" or "drafter=ngram,sibling-3m"; a point must match all.
     `together`: points that measure time may run side by side, which is another experiment.
     `checked`: False trusts what models, drafters and prompts are, so that none is read.
-    `kept`: what was found out before is looked up in the user's cache (`Known`).
+    `kept`: what was found out before is looked up in the user's cache (`Known`). `waits`: False
+    does not wait for a compiler, so keys may name kernels `identity.UNCOMPILED`.
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))
@@ -95,7 +97,7 @@ def load(
     if not report.problems:
         _ask(sheets, ask, report)
     points: dict[str, Point] = {}
-    known: dict[Path, Known] = defaultdict(lambda: Known(kept))
+    known: dict[Path, Known] = defaultdict(lambda: Known(kept, waits))
     if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
         for sheet in sheets:
             here = known[sheet.notebook.path.parent]  # relative paths start from there

@@ -204,6 +204,7 @@ def reasons_to_run(points: Iterable[Point]) -> dict[str, str]:
 def changed(points: Iterable[Point]) -> list[str]:
     """Why points that have a result under another key run again, one line per reason."""
     counts = Counter(reasons_to_run(points).values())
+    counts.pop(identity.UNSURE, None)
     return [
         f"{count} {'point runs' if count == 1 else 'points run'} again, old results are kept: {why}"
         for why, count in counts.items()

@@ -92,12 +92,23 @@ def _counts(variable: str, timed: bool) -> bool:
 
 
 def kernels(device: str) -> str:
-    """Which of specexp's kernels run on this device, in words (`ops.state`)."""
+    """Which of specexp's kernels run on this device, in words (`ops.state`); a CPU's are compiled
+    if need be."""
     import torch
 
     from specexp import ops
 
     return ops.state(torch.device("cpu" if device_class(device) == "cpu" else "cuda"))
+
+
+def uncompiled(device: str) -> list[Path]:
+    """The files of this device's kernels that `kernels` would first compile."""
+    import torch
+
+    from specexp import ops
+
+    home = ops.home(torch.device("cpu")) if device_class(device) == "cpu" else None
+    return list(home.build.uncompiled()) if home else []
 
 
 def version(package: str) -> str | None:

@@ -34,12 +34,13 @@ class Known:
     """Answers (and UserError or OSError raised) by question, a function and its arguments; each is
     asked once, while no file changes.
 
-    kept: lasting answers are looked up, and written, in the user's cache folder. `own`: the files
-    of one's own code that may run, None if they are not all known.
+    kept: lasting answers are looked up, and written, in the user's cache folder. waits: an answer
+    may wait for a compiler. `own`: the files of one's own code that may run, None if they are not
+    all known.
     """
 
-    def __init__(self, kept: bool = False) -> None:
-        self.kept, self.own = kept, None if kept else list[Path]()
+    def __init__(self, kept: bool = False, waits: bool = True) -> None:
+        self.kept, self.waits, self.own = kept, waits, None if kept else list[Path]()
         self._answers: dict[Any, tuple[Any, Exception | None]] = {}
 
     def __call__(self, find: Callable[..., Any], *args: Any) -> Any:
@@ -58,16 +59,26 @@ class Known:
         where it is, `specexp.MODULE.FUNCTION`; it is imported if it has to be asked."""
         return self(self._lasting, find, *args)
 
+    def anew(self, find: str, *args: Any) -> Any:
+        """The same, asked in any case."""
+        answer = self._asked(find, *args)
+        self._answers[self._lasting, (find, *args)] = answer, None
+        return answer
+
     def _lasting(self, find: str, *args: Any) -> Any:
-        if not self.kept:
-            return _ask(find, *args)[0]
-        question = _digest(find, args, os.getcwd())
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        file = cache / "specexp" / "known" / f"{question[:24]}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(file.read_text())
+            record = json.loads(self._file(find, *args).read_text()) if self.kept else {}
             if record["state"] == self._state(record["read"]):
                 return record["answer"]
+        return self._asked(find, *args)
+
+    def _file(self, find: str, *args: Any) -> Path:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "specexp" / "known" / f"{_digest(find, args, os.getcwd())[:24]}.json"
+
+    def _asked(self, find: str, *args: Any) -> Any:
+        if not self.kept:
+            return _ask(find, *args)[0]
         begun = time.time_ns() - TICK
         answer, read = _ask(find, *args)
         if read is None or (OWN in read and self.own is None):
@@ -76,7 +87,7 @@ class Known:
         deciding = sorted({str(path) for path in (*read, *own) if path != OWN})
         if all(state[3] < begun for state in _stats(deciding)):
             record = {"answer": answer, "read": deciding, "state": self._state(deciding)}
-            with suppress(OSError), files.whole(file) as partial:
+            with suppress(OSError), files.whole(self._file(find, *args)) as partial:
                 partial.write_text(json.dumps(record))
         return answer
 

@@ -270,6 +270,28 @@ def test_key_is_the_digest_of_the_identity(points):
     assert set(point.identity) == parts
 
 
+def test_only_a_plan_that_will_run_waits_for_a_compiler(tmp_path, monkeypatch):
+    called, compiler = tmp_path / "called", tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build._loaded.cache_clear()
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump({"notebook": str(ACCEPTANCE), "fixed": {"device": "cpu"}}))
+    [plan] = grid.load([file], checked=False, kept=True, waits=False)
+    assert plan.identity["kernels"] == identity.UNCOMPILED
+    assert not called.exists()
+    [point] = grid.load([file], checked=False, kept=True)
+    assert called.exists()
+    assert point.identity["kernels"] == "does not compile: torch's operations"
+    assert changes(point.identity, plan.identity) == {"kernels"}
+    assert identity.why_new(plan.identity, point.identity) == identity.UNSURE
+    [again] = grid.load([file], checked=False, kept=True, waits=False)
+    assert again == point, "what was compiled is known"
+    build._loaded.cache_clear()
+
+
 def test_saving_or_running_a_notebook_keeps_the_key(tmp_path):
     own, file = tmp_path / "own.ipynb", tmp_path / "own.yaml"
     shutil.copy(TRIVIAL, own)
@@ -396,6 +418,7 @@ def case(tmp_path, tiny_folders, monkeypatch):
     (tmp_path / "library.so").write_bytes(b"1")
     library = [SimpleNamespace(_name=tmp_path / "library.so")]
     monkeypatch.setattr(build, "_loaded", lambda: library)
+    monkeypatch.setattr(build, "uncompiled", list)
     monkeypatch.setattr(build, "compiler", lambda: "c++")
     for name in (*provenance.SWITCHES, *os.environ):
         if name in provenance.SWITCHES or provenance._counts(name, timed=True):

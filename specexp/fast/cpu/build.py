@@ -125,6 +125,13 @@ def state() -> str:
     return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
 
 
+def uncompiled() -> list[Path]:
+    """The files that are still to be compiled; none if that was tried, or will not be."""
+    if off() or compiler() is None or _loaded.cache_info().currsize:
+        return []
+    return [file for x in FILES if not (file := _file(FOLDER / f"{x}.cpp")).exists()]
+
+
 def off() -> bool:
     return os.environ.get("SPECEXP_NATIVE") == "off"
 
@@ -166,18 +173,27 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
-def _built(source: Path) -> Path:
-    """The shared library of this source, for this compiler and processor."""
+def _command() -> list[str]:
     if (program := compiler()) is None:
         raise OSError("there is no C++ compiler (install g++, or set CXX)")
-    command = [*shlex.split(program), *FLAGS]
+    return [*shlex.split(program), *FLAGS]
+
+
+def _file(source: Path) -> Path:
+    """Where the shared library of this source is, for this compiler and processor."""
     texts = (text.read_bytes() for text in (source, *sorted(source.parent.glob("*.h"))))
-    parts = *texts, repr(command).encode(), _processor().encode()
-    folder = _private(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp")
-    file = folder / f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
+    parts = *texts, repr(_command()).encode(), _processor().encode()
+    name = f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp" / name
+
+
+def _built(source: Path) -> Path:
+    """The shared library of this source, which is compiled if need be."""
+    file = _file(source)
+    folder = _private(file.parent)
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            whole = [*command, str(source), "-o", f"{unfinished}/{source.stem}.so"]
+            whole = [*_command(), str(source), "-o", f"{unfinished}/{source.stem}.so"]
             subprocess.run(whole, check=True, capture_output=True, text=True, timeout=LONGEST_S)
             os.replace(whole[-1], file)
     return file
