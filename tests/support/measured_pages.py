@@ -157,7 +157,7 @@ def gpu_row() -> str:
         "speedup/measured": speedup["value"], "speedup/ci_low": speedup["low"],
         "speedup/ci_high": speedup["high"],
     }  # fmt: skip
-    return row(pd.Series(run), f"H100, 8B shape, its first {pair['weights']['draft']} layers")
+    return row(pd.Series(run), f"8B on an H100, its first {pair['weights']['draft']} layers")
 
 
 def gpu() -> str:
