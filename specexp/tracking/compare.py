@@ -104,7 +104,8 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     view["regret"] = _metric(runs, "regret/worst", "{:.1%}", "regret/worst")
     view["replicas"] = _metric(runs, "fleet/replicas", "{:.0f}")
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}", "acceptance/rate_ci")
-    for category in categories(runs):
+    several = categories(runs)
+    for category in several if len(several) > 1 else ():  # one is all that was accepted
         view[category] = _metric(runs, f"category/{category}", "{:.0%}", f"category_ci/{category}")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
     view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")

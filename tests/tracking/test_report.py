@@ -70,7 +70,7 @@ def committed(name, metrics, drafter="ngram", tags=None, rounds=None, markdown="
 
 def test_page_holds_question_answer_figures_and_command(store):
     by_kind = {"category/own": 0.75, "category_ci/own_low": 0.6, "category_ci/own_high": 0.85}
-    committed("a", FAST | by_kind)
+    committed("a", FAST | by_kind | {"category/other": 0.5})
     committed("b", SLOW, drafter="suffix")
     html = report.page(report.of("mine"))
     page = Reader(html)

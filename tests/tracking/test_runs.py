@@ -214,9 +214,12 @@ def test_overview_shows_what_differs_and_was_logged(store):
         ci = {"speedup/ci_low": speed - 0.1, "speedup/ci_high": speed + 0.1, "exact/pass": 1.0}
         shown = {"speedup/measured": speed, "exact/detectable_tv": 0.123}
         track.log("mine", params, METRICS | shown | ci)
-    view = compare.overview(track.runs("mine"))
-    columns = ["experiment", "drafter", "speedup", "accepted", "code", "exact", "exact to"]
-    assert list(view) == columns
+    runs = track.runs("mine")
+    view = compare.overview(runs)
+    columns = ["experiment", "drafter", "speedup", "accepted", "exact", "exact to"]
+    assert list(view) == columns, "one category is all that was accepted"
+    both = compare.overview(runs.assign(**{"metrics.category/prose": 0.5}))
+    assert list(both) == [*columns[:4], "code", "prose", *columns[4:]]
     assert set(view["exact to"]) == {"TV 0.12"}
     assert set(view["speedup"]) == {"1.50x [1.40, 1.60]", "2.00x [1.90, 2.10]"}
     assert set(view["exact"]) == {"yes"}
