@@ -176,7 +176,8 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
             arrow = {"arrowstyle": "->", "color": style.PREDICTED, "lw": 2}
             left.annotate("", (tokens[1], end), (tokens[1], start), arrowprops=arrow)
             left.text(tokens[1], end, f"batch {batch}: {end / start:.1f}x  ", ha="right",
-                      va="bottom", bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 1}
+                      va="bottom", zorder=1.5,
+                      bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 1}
             )  # fmt: skip
         left.set_ylim(top=1.4 * passes["times"].max())
         left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")

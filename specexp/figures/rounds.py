@@ -65,8 +65,8 @@ def trees(edges: pd.DataFrame) -> Figure:
                 faint = 0.3 if part["accepted"][edge["parent"]] < TOLD else 1.0
                 axes.plot(across, up, color=SPECULATIVE, lw=0.5 + 7 * edge["rate"], zorder=1,
                           alpha=faint)  # fmt: skip
-                axes.text(np.mean(across), np.mean(up), f"{edge['rate']:.0%}", ha="center",
-                          va="center", fontsize=9,
+                label = np.average([across, up], axis=1, weights=(1, 2))  # where siblings are apart
+                axes.text(*label, f"{edge['rate']:.0%}", ha="center", va="center", fontsize=9,
                           bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip
             axes.scatter(x, part["depth"], s=60, color=PLAIN, edgecolors=INK, zorder=3)
             length = part["accepted"].sum() / part["accepted"][0]

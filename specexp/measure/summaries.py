@@ -228,7 +228,7 @@ def verdict(row: pd.Series) -> str:
     speedup = Interval(row["speedup"], row["low"], row["high"], row["doubt"])
     claim, but, doubt = statistics.verdict(speedup).partition(", but ")
     picked = f"{row.get('measured', speedup.value):.2f}x"
-    luck = f" ({picked} less the luck of the pick)" * (picked != f"{speedup.value:.2f}x")
+    luck = f" ({picked} with the luck of the pick)" * (picked != f"{speedup.value:.2f}x")
     return f"{claim} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{but}{doubt}"
 
 
