@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from specexp.figures import style
-from specexp.measure import statistics, summaries
+from specexp.measure import summaries
 from specexp.measure.prompts import NAMES
 
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
@@ -52,7 +52,7 @@ def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     number n of prompts."""
     return pd.DataFrame(
         {"pairing": pairing, by: key, "n": part["question_id"].nunique()}
-        | statistics.share(*summaries.units(part, "accepted", "drafted"))._asdict()
+        | summaries.rate(part)._asdict()
         for (pairing, key), part in samples.groupby(["pairing", by], sort=False)
     )
 

@@ -114,27 +114,45 @@ def _speedup(plain_s: Any, plain_tokens: Any, fast_s: Any, fast_tokens: Any) -> 
     return (plain_s / plain_tokens) / np.maximum(fast_s / fast_tokens, _TINY)
 
 
-def ratio(above: ArrayLike, below: ArrayLike, *, fixed: bool = False) -> Interval:
-    """sum(above) / sum(below) over paired units [n], never negative; 0 if both sums are 0."""
-    data, batch = _columns(above, below), inf if fixed else 1
-    unseen = data[1].mean() * np.c_[_reach(_ratio(*data), batch), [1, 1]]
-    return together([_over(_ratio, data, unseen, batch)])[0]
+def ratio(
+    above: ArrayLike, below: ArrayLike, most: ArrayLike | None = None, *, fixed: bool = False
+) -> Interval:
+    """sum(above) / sum(below) over paired units [n], never negative; 0 if both sums are 0.
+
+    most: what each unit would have below if it had nothing above, such as one pass a token; None:
+    as much."""
+    data, batch = _columns(above, below, below if most is None else most), inf if fixed else 1
+    ends = _reach(_ratio(*data[:2]), batch)
+    if most is not None:  # such a unit may have nothing above
+        ends[0] *= 1 - _guard(data.shape[1] * batch)
+    unseen = _unseen_ratio(ends, data)
+    return together([_over(_ratio, data[:2], unseen, batch)])[0]
 
 
-def share(part: ArrayLike, whole: ArrayLike, *, fixed: bool = False) -> Interval:
+def share(
+    part: ArrayLike, whole: ArrayLike, most: ArrayLike | None = None, *, fixed: bool = False
+) -> Interval:
     """As `ratio`, for parts that never exceed the whole.
 
     Parts of draft tokens: the interval also holds Wilson's, as if each token were on its own."""
-    data = _columns(part, whole)
+    data = _columns(part, whole, whole if most is None else most)
     if fixed or not data[1].any():
         value = ratio(part, whole, fixed=True)
         return value._replace(high=min(1.0, value.high))
     data = data[:, data[1] > 0]
     kinds = _guard(data.shape[1])
-    ends = (1 - kinds) * _beyond(_ratio(*data)).clip(0, 1) + kinds * np.array([0, 1])
-    (value,) = together([_over(_ratio, data, data[1].mean() * np.c_[ends, [1, 1]])])
-    alone = binomtest(*data.sum(1).round().astype(int)).proportion_ci(method="wilson")
+    ends = (1 - kinds) * _beyond(_ratio(*data[:2])).clip(0, 1) + kinds * np.array([0, 1])
+    (value,) = together([_over(_ratio, data[:2], _unseen_ratio(ends, data))])
+    alone = binomtest(*data[:2].sum(1).round().astype(int)).proportion_ci(method="wilson")
     return value._replace(low=min(value.low, alone.low), high=max(value.high, alone.high))
+
+
+def _unseen_ratio(ends: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """The unseen unit [2, c] of these ratios [2], from columns above, below and most: one with
+    little above weighs more."""
+    above, below, most = data.mean(1)
+    below = np.maximum(below, most / (1 + ends * (most - below) / max(above, 1e-9)))
+    return np.c_[ends * below, below]
 
 
 def _ratio(above: Any, below: Any) -> Any:

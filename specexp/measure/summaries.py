@@ -52,7 +52,14 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
 
 def length(samples: pd.DataFrame) -> Interval:
     """Acceptance length (1 + accepted / passes) with its interval over prompts."""
-    return statistics.ratio(*units(samples, "accepted", "passes")).plus(1)
+    accepted, passes = units(samples, "accepted", "passes")
+    return statistics.ratio(accepted, passes, accepted + passes).plus(1)
+
+
+def rate(samples: pd.DataFrame) -> Interval:
+    """Acceptance rate (accepted / drafted) with its interval over prompts."""
+    accepted, drafted, passes = units(samples, "accepted", "drafted", "passes")
+    return statistics.share(accepted, drafted, drafted * (1 + accepted / np.maximum(passes, 1)))
 
 
 def positions(samples: pd.DataFrame, given: bool = False) -> pd.DataFrame:
@@ -62,13 +69,15 @@ def positions(samples: pd.DataFrame, given: bool = False) -> pd.DataFrame:
     deepest = int(samples["gamma"].max())
     counts = np.array([[*r.histogram, *[0] * deepest][: deepest + 1] for r in samples["record"]])
     reached = {f"{i}": counts[:, i:].sum(1) for i in range(deepest + 1)}
-    each = samples[["question_id"]].assign(**reached)
-    pairs = [(i, str(i - 1 if given else 0)) for i in range(1, deepest + 1)]
-    return pd.DataFrame(
-        {"position": i} | statistics.share(*units(each, f"{i}", before)).columns("value")
-        for i, before in pairs
-        if each[before].any()
-    )
+    each = samples[["question_id"]].assign(**reached, tokens=sum(reached.values()))
+    rows = []
+    for i in range(1, deepest + 1):
+        before, least = (str(i - 1), i) if given else ("0", 1)  # tokens of a round that counts
+        if each[before].any():
+            accepted, rounds, tokens = units(each, f"{i}", before, "tokens")
+            value = statistics.share(accepted, rounds, tokens / least)
+            rows.append({"position": i} | value.columns("value"))
+    return pd.DataFrame(rows)
 
 
 def biased(samples: pd.DataFrame, biases: Mapping[str, pd.Series]) -> pd.DataFrame:
@@ -260,11 +269,11 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     """Metrics of the acceptance of one pairing, and its series over positions in the draft."""
     record = pooled(samples)
     record.check()
-    rate = statistics.share(*units(samples, "accepted", "drafted"))
+    over_all = rate(samples)
     metrics = {
         "acceptance/rate": record.rate,
-        "acceptance/rate_ci_low": rate.low,
-        "acceptance/rate_ci_high": rate.high,
+        "acceptance/rate_ci_low": over_all.low,
+        "acceptance/rate_ci_high": over_all.high,
         "acceptance/length": record.length,
         "counts/drafted": record.drafted,
         "counts/accepted": record.accepted,
@@ -273,7 +282,7 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     }
     if "category" in samples:
         for category, part in samples.groupby("category"):
-            each = statistics.share(*units(part, "accepted", "drafted"))
+            each = rate(part)
             metrics |= {
                 f"category/{category}": each.value,
                 f"category_ci/{category}_low": each.low,

@@ -125,7 +125,7 @@ def test_behind_is_paired_by_prompt():
 def acceptances(shares: dict[str, float], prompts: int) -> pd.DataFrame:
     return pd.DataFrame(
         {"pairing": "draft", "category": category, "question_id": f"{category}{n}",
-         "accepted": round(1000 * share) + n % 2, "drafted": 1000}
+         "accepted": round(1000 * share) + n % 2, "drafted": 1000, "passes": 250}
         for category, share in shares.items()
         for n in range(prompts)
     )  # fmt: skip

@@ -106,6 +106,23 @@ def test_shares_of_nearly_all_accepted_are_covered():
     assert np.mean([found.low <= 0.995 <= found.high for found in drawn]) >= 0.93
 
 
+def test_rare_prompts_that_keep_less_and_draft_more_are_covered():
+    """For 64 tokens, four fifths of prompts take 17 rounds of five draft tokens and a fifth 61."""
+    kinds = np.array([[17, 47], [61, 3]])  # rounds and accepted
+    rounds, kept = [0.8, 0.2] @ kinds
+    rng = np.random.default_rng(8)
+    for n in (6, 10, 20):
+        hits = np.zeros(2)
+        for _ in range(200):
+            passes, accepted = (kinds[(rng.random(n) < 0.2).astype(int)] + rng.integers(0, 3)).T
+            truth = kept + 1, rounds + 1
+            share = statistics.share(accepted, 5 * passes, 5 * (passes + accepted))
+            length = statistics.ratio(accepted, passes, passes + accepted)
+            for i, (found, times) in enumerate([(share, 5), (length, 1)]):
+                hits[i] += found.low <= truth[0] / (times * truth[1]) <= found.high
+        assert min(hits) >= 186, n
+
+
 def test_many_prompts_alike_give_a_narrow_interval():
     rng = np.random.default_rng(6)
     few, many = (statistics.ratio(rng.normal(1.5, 0.05, n), np.ones(n)) for n in (5, 40))
