@@ -73,8 +73,8 @@ class Pairing:
     Attributes:
         engine: Runs the rounds. `engine.plain()` is ordinary decoding with the same target.
         tokenizer: The target's.
-        drafter: The drafter's name in tables; of a path its last part.
-        named: The drafter's name, whole.
+        drafter: The drafter's short name, for tables.
+        named: The drafter's full name.
         options: The arguments of `load`, device and tokenizer aside.
         deepest: The longest draft that the drafter can make, in tokens.
     """
@@ -140,27 +140,27 @@ class Pairing:
             repeats: How often every prompt is timed.
 
         Returns:
-            An object that prints as two lines. `speedup` (value, low, high: 95 % bootstrap
-            interval), `n` (prompts), `exact` (no difference beyond
-            rounding, and draws that follow q and p), `acceptance`.
+            An object that prints as two lines: `speedup` (value, low, high: 95 % bootstrap
+            interval), `n` (prompts), `exact` (no difference beyond rounding, and draws that follow
+            q and p), `acceptance`.
         """
         # the one import of a room above this one: the door is where a reader looks for it
         from specexp.measure import comparison
 
-        given = {"prompts": prompts, "max_new_tokens": max_new_tokens, "repeats": repeats}
-        _check_types(self.compare_with_plain, **given)
+        options = {"prompts": prompts, "max_new_tokens": max_new_tokens, "repeats": repeats}
+        _check_types(self.compare_with_plain, **options)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return comparison.with_plain(self, texts, max_new_tokens, repeats)
 
     def with_(self, **changes: Any) -> Pairing:
         """A pairing with the same target and some options changed: drafter, gamma, rule ..."""
-        able = [name for name in self.options if name not in ("target", "dtype")]
+        changeable = [name for name in self.options if name not in ("target", "dtype")]
         for name in changes:
-            if name not in able:
-                near = "" if name in DEFAULTS else meant(name, able)
+            if name not in changeable:
+                hint = "" if name in DEFAULTS else meant(name, changeable)
                 raise UserError(
-                    f"with_ keeps the target and cannot change {name}{near} (it can change "
-                    f"{', '.join(able)}; anything else: specexp.load)"
+                    f"with_ keeps the target and cannot change {name}{hint} (it can change "
+                    f"{', '.join(changeable)}; anything else: specexp.load)"
                 )
         _check_types(load, **changes)
         pairing = _assemble(self.target, self.tokenizer, **(self.options | changes))

@@ -112,8 +112,8 @@ def _spare(thing: Any, target: LM) -> Any:
 
 
 def _checking(own: Any, about: str, method: str, faults: Callable[..., Iterator[str]]) -> Any:
-    """Stands for an object in the rounds of `try_out`: whatever its method returns is refused with
-    the first of the faults of (result, *arguments)."""
+    """A stand-in for an object in the rounds of `try_out`. What its method returns is checked by
+    `faults(result, *arguments)`, of which the first one is raised."""
 
     def call(_: object, *arguments: Any) -> Any:
         result = getattr(own, method)(*arguments)
@@ -155,9 +155,9 @@ def _faults_of_draft(V: int, draft: Any, seqs: Sequences, tree: Tree, rng: Rng) 
 def _faults_of_q(draft: Draft, shape: tuple[int, int, int]) -> Iterator[str]:
     q = draft.q
     if not isinstance(q, Tensor) or q.shape != shape or not q.is_floating_point():
-        have = f"{list(q.shape)} in {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
+        kind = f"{list(q.shape)} in {q.dtype}" if isinstance(q, Tensor) else type(q).__name__
         yield (
-            f"returned q {have}: it must be floating-point {list(shape)}, one distribution over "
+            f"returned q {kind}: it must be floating-point {list(shape)}, one distribution over "
             "the vocabulary for the children of each node"
         )
     assert q is not None
@@ -194,7 +194,7 @@ def _faults_of_verdict(V: int, verdict: Any, draft: Draft, p: Tensor, rng: Rng) 
         yield f"returned a path through node {node} of a draft of {N} nodes: use 0 to {N - 1}"
     for count in _outside(n, 0, D + 1):
         yield f"accepted {count} draft tokens of a draft {D} deep: n must be 0 to {D}"
-    parents = draft.nodes.parents.expand(B, -1).gather(1, path)
+    parents = torch.take_along_dim(draft.nodes.parents, path, 1)
     step = torch.arange(1, D + 1, device=path.device) <= n[:, None]  # [B, D]
     if bool((path[:, 0] != 0).any()) or bool(((parents[:, 1:] != path[:, :-1]) & step).any()):
         yield "returned a path that is none: start at the root, node 0, and go to a child each time"

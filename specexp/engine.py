@@ -205,15 +205,16 @@ class Engine:
         trace = Trace(len(prompts), time.perf_counter() - begin)
         load = Load(len(prompts), batch.tokens.shape[1])
         lengths = [len(prompt) for prompt in prompts]
+        limits = [length + max_new_tokens for length in lengths]
         left = max_new_tokens  # the most tokens that any row still needs
-        behind = 0  # tokens per row committed without the drafter
+        behind = 0  # tokens per row committed since the drafter last drafted
         # rounds under way: their trees, what waits for their reports, and `Recorder.steady` of each
         running: deque[tuple[Tree, Callable[[], Reports], bool]] = deque()
         while left:
             while len(running) <= self.ahead:
-                pending = sum(tree.depth + 1 for tree, *_ in running)  # tokens, at most
+                pending = sum(tree.depth + 1 for tree, *_ in running)  # tokens a row, at most
                 if running and pending >= left:
-                    break
+                    break  # the rounds under way may be enough
                 tree, hold = self._next(load, max(lengths) + pending)
                 if tree.depth and behind:
                     self.drafter.catch_up(seqs, behind)
@@ -223,18 +224,18 @@ class Engine:
             tree, wait, steady = running.popleft()
             reports = wait()
             behind += (len(reports) - 1) * (not tree.depth)
-            for rows, now in reports:
-                ended = self._ended(rows, tree, now - begin)
-                seconds = ended.end_s - trace.end_s if steady else None
-                self.policy.learn(load, Plan(tree), ended.steps, seconds)
-                trace.rounds.append(ended)
-                steady = True  # what follows in one call are replays
-                each = zip(lengths, rows, strict=True)
-                lengths = [length + emitted for length, (_, emitted, *_) in each]
-            ends = (len(prompt) + max_new_tokens for prompt in prompts)
-            each_row = zip(ends, lengths, rows, strict=True)
-            left = max((end - length) * live for end, length, (_, _, live, *_) in each_row)
-            if not self.recorder.ahead and any(step.done for step in ended.steps):
+            for report, now in reports:
+                last = self._reported(report, tree, now - begin)
+                seconds = last.end_s - trace.end_s if steady else None
+                self.policy.learn(load, Plan(tree), last.steps, seconds)
+                trace.rounds.append(last)
+                steady = True  # the other rounds of one wait are replays
+                emitted = [row[1] for row in report]
+                lengths = [length + new for length, new in zip(lengths, emitted, strict=True)]
+            live = [row[2] for row in report]
+            rows = zip(limits, lengths, live, strict=True)
+            left = max((limit - length) * goes_on for limit, length, goes_on in rows)
+            if not self.recorder.ahead and any(step.done for step in last.steps):
                 depths = self.rows.budget[: len(prompts)].fill_(self.policy.widest)
                 seqs = replace(seqs, budget=depths.masked_fill_(~seqs.live, -1))
         return Generation(
@@ -256,8 +257,9 @@ class Engine:
         """How many further rounds may be running while the host reads a round's report."""
         return self.recorder.ahead if self.whole else 0
 
-    def _ended(self, rows: list[list[int]], tree: Tree, end_s: float) -> Round:
-        live = self.steps(rows)
+    def _reported(self, report: list[list[int]], tree: Tree, end_s: float) -> Round:
+        """The record of a round by its report. Raises NonFiniteLogits if a row is broken."""
+        live = self.steps(report)
         for step in live:
             if step.broken:
                 raise NonFiniteLogits(f"{step.broken} in row {step.row}: no token of it was kept")

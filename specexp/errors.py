@@ -1,11 +1,13 @@
 """The two errors a run may end with, any other exception being a bug, and words of messages."""
 
 import difflib
+import logging
 import os
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
@@ -33,6 +35,12 @@ def typed(name: str, value: Any, kind: str) -> None:
     of, words = _TYPES.get(kind.removesuffix(" | None"), (object, ""))
     if not isinstance(value, of) or (words and isinstance(value, bool)):
         raise UserError(f"{name} is {value!r:.40}; it must be {words}")
+
+
+@cache
+def warn_once(message: str, *values: Any) -> None:
+    """Log a warning, once in a process for the same values."""
+    logging.getLogger("specexp").warning(message, *values)
 
 
 def panicked(e: BaseException) -> bool:

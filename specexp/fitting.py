@@ -50,7 +50,7 @@ def fit(
 
     drafter: its method; vocab: tokens of the target; rule: what has a rule's `name`, `chains_only`
     and `wants_q`, or None for `auto`."""
-    widest = max(tree.parents.count(i) for i in range(len(tree)))
+    widest = max(tree.degrees)
     if tree.depth > limits.deepest:
         raise UserError(
             f"drafter {drafter} drafts at most {limits.deepest} tokens ahead and the draft is "

@@ -19,12 +19,12 @@ from specexp.tree import Branches, Nodes, Tree
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes of one depth, to be fed together.
+    """The nodes of one depth, which the drafter feeds in one pass.
 
-    Every node that will be fed has one of M places in the drafter's cache; the root has place 0.
-    `at`: the places of these nodes. tokens [B, n], -1 in rows that draft no deeper; parent [b, n],
-    the rank of each node's parent in the previous level; ancestors [b, n, M] bool over places,
-    themselves included.
+    Every node that will be fed has a place in the drafter's cache, counted from the root, which has
+    place 0. `at`: the places of these nodes. tokens [B, n]: -1 in rows that draft no deeper. parent
+    [b, n]: the index of each node's parent in the previous level. ancestors [b, n, M] bool: for
+    each of the M places, whether the node there is an ancestor of this one, or this one.
     """
 
     depth: int
@@ -34,8 +34,8 @@ class Level:
     ancestors: Tensor
 
     def placed(self, text: Sequences, back: int = 0) -> tuple[Tensor, Tensor, Branches | None]:
-        """The nodes' slots and positions [B, n], and what they see (see `LM.feed`), in a cache in
-        which the root's slot is `back` less than in the target's."""
+        """Slots [B, n], positions [B, n] and visibility of these nodes, as `LM.feed` takes them.
+        `back`: how many slots before the target's the drafter's cache keeps the root."""
         device = text.tokens.device
         first, beyond = self.at.start - back, self.at.stop - back
         slots = text.places(torch.arange(first, beyond, device=device)[None])
@@ -50,10 +50,12 @@ Step = Callable[[Level], Tensor]  # returns logits [B, n, V] of the token after 
 
 
 def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng | None) -> Draft:
-    """Draw each node's children from `sampling`'s distribution of the logits or, at temperature 0
-    or without `rng`, take the most likely tokens. A tree with a `width` is grown by confidence and
-    never drawn. The draft's memo [b, N]: the place in the drafter's cache of each node that was
-    fed; else any."""
+    """Draft a tree level by level.
+
+    The children of a node are drawn from `sampling`'s distribution of its logits; at temperature 0,
+    or without `rng`, they are the most likely tokens. A tree with a `width` is grown by confidence
+    and never drawn. The memo [b, N] of the draft has the place (see `Level`) of each node that was
+    fed, and any number for the others."""
     if tree.width and tree.depth:
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
@@ -67,7 +69,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
     for depth, (here, below) in enumerate(pairwise(tree.levels)):
         fed = seqs.drafting(tokens, depth)
         logits = step(Level(depth, here, fed, rank, nodes.ancestors[:, here]))
-        width = max(tree.parents.count(i) for i in range(here.start, here.stop))
+        width = max(tree.degrees[here])
         if rng is None or sampling.temperature == 0:
             picked = ranked(logits, width)
         else:
@@ -84,7 +86,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
     q = None
     if laws:
         B, _, V = laws[0].shape
-        leaves = len(tree) - tree.levels[-1].start
+        leaves = len(tree) - tree.levels[-1].start  # the deepest nodes, which have no children
         none = torch.zeros(B, leaves, V, dtype=laws[0].dtype, device=device)
         q = torch.cat([*laws, none], 1)
     return Draft(columns(*drafted), nodes, seqs, q, memo=place)
@@ -98,43 +100,41 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
     never less likely than its children, and the chosen nodes form a tree.
     """
     N, D, K = len(tree), tree.depth, tree.width
-    wide = K if D > 1 else N - 1
+    width = K if D > 1 else N - 1  # children taken of each node that is fed
     B, device = len(seqs.tokens), seqs.tokens.device
-    M = 1 + (D - 1) * K
+    M = 1 + (D - 1) * K  # nodes that are fed
     ancestors = (torch.arange(M, device=device) == 0).expand(B, 1, M)
     zero = torch.zeros(B, 1, dtype=torch.int64, device=device)
     level = Level(0, slice(0, 1), seqs.drafting(seqs.root, 0), zero, ancestors)
-    trust = torch.zeros(B, 1, device=device)
-    name = zero  # the number of a candidate: 0 is the root, then 1, 2, ... in order of creation
-    candidates: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's name, place; [B, n]
+    fed_confidence = torch.zeros(B, 1, device=device)  # logarithms, of the nodes of `level`
+    fed_number = zero  # candidates are numbered as they come; the root is 0
+    candidates: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's number, place; [B, n]
     count = 1
     for depth in range(1, D + 1):
-        best = step(level).float().log_softmax(-1).clamp(max=0).topk(wide)
+        best = step(level).float().log_softmax(-1).clamp(max=0).topk(width)
         tokens = best.indices.flatten(1)
-        confidence = (trust[..., None] + best.values).flatten(1)
-        parent = name.repeat_interleave(best.indices.shape[-1], 1)
-        n = tokens.shape[1]
+        confidence = (fed_confidence[..., None] + best.values).flatten(1)
+        parent = fed_number.repeat_interleave(width, 1)
         place = torch.zeros_like(tokens)
         if depth < D:
             start = 1 + (depth - 1) * K
             chosen = confidence.sort(dim=1, descending=True, stable=True).indices[:, :K]
             places = torch.arange(start, start + K, device=device).expand(B, K)
             place = place.scatter(1, chosen, places)
-            own = torch.arange(M, device=device) == places[..., None]
-            up = chosen // K
-            ancestors = level.ancestors.gather(1, up[..., None].expand(B, K, M)) | own
-            at = slice(start, start + K)
+            parent_in_level = chosen // K
+            of_parent = torch.take_along_dim(level.ancestors, parent_in_level[..., None], 1)
+            ancestors = of_parent | (torch.arange(M, device=device) == places[..., None])
             fed = seqs.drafting(tokens.gather(1, chosen), depth)
-            level = Level(depth, at, fed, up, ancestors)
-            trust, name = confidence.gather(1, chosen), count + chosen
+            level = Level(depth, slice(start, start + K), fed, parent_in_level, ancestors)
+            fed_confidence, fed_number = confidence.gather(1, chosen), count + chosen
         candidates.append((tokens, confidence, parent, place))
-        count += n
+        count += tokens.shape[1]
     parts = (torch.cat(part, 1) for part in zip(*candidates, strict=True))
     tokens, confidence, parent, place = parts
     likeliest = confidence.sort(dim=1, descending=True, stable=True).indices[:, : N - 1]
-    selected = likeliest.sort(1).values
-    number = torch.zeros(B, count, dtype=torch.int64, device=device)
-    number = number.scatter(1, selected + 1, torch.arange(1, N, device=device).expand(B, -1))
-    parents = torch.cat([zero, number.gather(1, parent.gather(1, selected))], 1)
+    selected = likeliest.sort(1).values  # in order of creation, which is breadth-first
+    node = torch.zeros(B, count, dtype=torch.int64, device=device)  # of a candidate, by its number
+    node = node.scatter(1, selected + 1, torch.arange(1, N, device=device).expand(B, -1))
+    parents = torch.cat([zero, node.gather(1, parent.gather(1, selected))], 1)
     memo = torch.cat([zero, place.gather(1, selected)], 1)
-    return seqs.draft(Nodes.of(parents, D, wide), tokens.gather(1, selected), memo=memo)
+    return seqs.draft(Nodes.of(parents, D, width), tokens.gather(1, selected), memo=memo)

@@ -189,9 +189,9 @@ def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     with refusing("the target's chat template fails"):
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     tokens = load.tokens_of(tokenizer, text, add_special_tokens=False)
-    for given in (str(text), str(text).removeprefix(tokenizer.bos_token or "")):
-        if load.tokens_of(tokenizer, given) == tokens:
-            return given
+    for prompt in (str(text), str(text).removeprefix(tokenizer.bos_token or "")):
+        if load.tokens_of(tokenizer, prompt) == tokens:
+            return prompt
     raise UserError(
         "the target's tokenizer adds special tokens that its chat template has not; write the "
         "conversation as prompts without chat"
@@ -216,12 +216,12 @@ def request_of(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> dr
 
 def sampling_of(o: dict[str, Any]) -> Sampling:
     """The sampling that is given, or the target's own. Raises UserError for both together."""
-    given = Sampling(o["temperature"], o["top_k"], o["top_p"], o["min_p"])
+    sampling = Sampling(o["temperature"], o["top_k"], o["top_p"], o["min_p"])
     if o["sampling"] == "given":
-        return given
+        return sampling
     if o["sampling"] != "model":
         raise UserError(f"sampling {o['sampling']!r} is unknown; use given or model")
-    if given != Sampling():
+    if sampling != Sampling():
         raise UserError(
             "sampling model takes temperature, top_k, top_p and min_p from the target's generation "
             "config: leave them out, or use sampling given"
@@ -235,11 +235,11 @@ def shaping(target: Any, vocab: int, device: torch.device | None = None) -> Any:
     return generation.processors(generation_of(target), name_of(target), vocab, here)
 
 
-# --- what is known of names ----------------------------------------------------------------------
+# --- facts for checks (measure/feasible.py), which zoo/known.py keeps -----------------------------
 
 
 def facts_of_target(target: str) -> Answer:
-    """What a target's name stands for: its vocabulary and its context."""
+    """Of the target that a name stands for: its vocabulary and its context."""
     config, V, _ = read_target(target)
     facts = {"vocab": V, "reach": reach(config), "context": in_words(config)}
     return facts, read_from([target], [locate(target)])
@@ -321,14 +321,14 @@ def facts_of_sources(target: str, drafter: str) -> Answer:
 
 def facts_of_rule(rule: str) -> Answer:
     """What `fitting.fit` asks of a rule. Raises UserError if no rule has this name."""
-    found = rules.of(rule)
-    facts = {name: getattr(found, name) for name in ("name", "chains_only", "wants_q")}
-    return facts, [] if objects.is_shipped(found) else [OWN]
+    judge = rules.of(rule)
+    facts = {name: getattr(judge, name) for name in ("name", "chains_only", "wants_q")}
+    return facts, [] if objects.is_shipped(judge) else [OWN]
 
 
 def read_from(names: Iterable[str], sources: Iterable[str]) -> list[Path] | None:
-    """The files and folders that decide what these names stand for, and what models in these
-    folders are; None if one is on a hub."""
+    """The files and folders that decide what these names stand for and what the models in the
+    folders `sources` are; None if one of them is on a hub."""
     folders = [Path(int8.split(source)[0]) for source in sources]
     if not all(folder.is_dir() for folder in folders):
         return None

@@ -10,12 +10,13 @@ from typing import NamedTuple, Protocol
 from specexp.trace import Step
 from specexp.tree import Tree
 
-HELD = 64  # rounds that a fixed plan lets pass before the policy is asked again
+HELD = 64  # `Plan.hold` of a policy that never changes its mind
 
 
 class Plan(NamedTuple):
-    """What a round drafts: `tree`, cut per row to its `budget` (depth), if there are budgets.
-    hold: rounds that may pass before the policy is asked again, unless a row ends."""
+    """What a round drafts: `tree`, which each row cuts to the depth in its `budget`, if there are
+    budgets. hold: rounds that may follow this plan before the policy is asked again; it is asked
+    sooner if a row ends."""
 
     tree: Tree
     budget: tuple[int, ...] = ()
@@ -34,9 +35,9 @@ class Stream(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The situation before a round. rows: rows in the pass; context: slots it reads; waiting:
-    requests in the queue; streams: one per row, None for a free row. Without `streams` rows are
-    not distinguished, and a plan has no budgets."""
+    """The load when a round begins. rows: rows in the pass; context: slots that it reads; waiting:
+    requests in the queue; streams: the state of each row, None for a free one. Without `streams`
+    all rows are alike, and a plan has no budgets."""
 
     rows: int
     context: int
@@ -61,7 +62,7 @@ class Policy(Protocol):
         """Plan the next round.
 
         Args:
-            load: The situation: rows in the pass, slots that it reads, requests that wait.
+            load: Rows in the pass, slots that it reads, requests that wait.
 
         Returns:
             A tree; and budgets (depths in tokens), if any, one for each of `load.rows`.
@@ -73,7 +74,7 @@ class Policy(Protocol):
 
         Args:
             load: What `choose` was given.
-            plan: What it answered.
+            plan: What it returned.
             steps: What every live row drafted, accepted and emitted.
             seconds: How long the round took; None if later rounds like it will not take as long, as
                 after a warm-up (`Recorder.steady`).

@@ -28,11 +28,11 @@ Reports: TypeAlias = list[tuple[list[list[int]], float]]
 
 
 class Recorder:
-    """Runs rounds as they are.
+    """Runs every round operation by operation; recorders in fast/ subclass it.
 
-    warm: rounds of a kind that are run before one is recorded. ahead: further rounds that may be
-    running while the host reads a report. steady: whether another round like the last one would
-    take as long as it did; not so if that was a warm-up or was being recorded.
+    warm: rounds of a shape that run before one is recorded. ahead: further rounds that may be
+    running while the host reads a report. steady: whether the last round's time is that of further
+    rounds like it; False after a warm-up or a recording.
     """
 
     warm = 0
@@ -42,8 +42,8 @@ class Recorder:
     def start(
         self, engine: Engine, seqs: Sequences, tree: Tree, hold: int
     ) -> Callable[[], Reports]:
-        """Begin a round; the function returned waits for its report. A recorder for which a replay
-        is one short call may run more rounds there, `hold` in all, until a row ends."""
+        """Begin a round; returns a function that waits for its report. Where a replay is one short
+        call, that function may run further rounds, `hold` in all, until a row ends."""
         report = engine.round(seqs, tree).tolist()
         return lambda: [(report, time.perf_counter())]
 

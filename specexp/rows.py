@@ -24,21 +24,21 @@ class Rows:
         self.target, self.drafter, self.recorder = target, drafter, recorder
         self.models: tuple[LM, ...] = (target, *drafter.models)
         self.seqs = Sequences.empty(0, 0)
-        self.owner: tuple[object, ...] = ()  # what `seqs` was made for
+        self.memory: tuple[object, ...] = ()  # identifies what `seqs` was allocated beside
 
     @torch.inference_mode()
     def allocate(self, B: int, S: int, room: int = 1) -> None:
         """Replace every cache and the drafter's state by empty ones for B rows of S slots. `room`:
-        of the largest draft (`Tree.room`). Raises UserError if memory is short."""
+        the slots that a round may write (`Tree.room`). Raises UserError if memory is short."""
         self.recorder.clear()
         for lm in self.models:
             lm.cache = None  # free the old caches before free memory is counted
         self.target.room = max(self.target.room, room)
         self.target.allocate(B, S)
-        self._join(B, S)
+        self._allocate_drafter(B, S)
 
-    def _join(self, B: int, S: int) -> None:
-        """Allocate the drafter's memory, for as much as the target's cache holds."""
+    def _allocate_drafter(self, B: int, S: int) -> None:
+        """Allocate the drafter's memory for the B rows of S slots of the target's cache."""
         assert self.target.cache is not None
         for lm in self.drafter.models:
             lm.room = max(lm.room, self.target.room)
@@ -48,12 +48,12 @@ class Rows:
     def reserve(self, B: int, S: int, eos: Sequence[int], room: int) -> None:
         """Allocate B empty rows of S slots, for texts that end at one of these tokens."""
         self.allocate(B, S, room)
-        self._renew(eos)
+        self._new_sequences(eos)
 
     @torch.inference_mode()
     def enter(self, batch: Sequences) -> Sequences:
-        """Copy a batch [B, S] into the first rows, which are as many and as long as the largest
-        batch so far needed; returns these rows. Nothing is prefilled. Raises UserError if memory is
+        """Copy a batch [B, S] into the first rows and return them. Nothing is prefilled. Memory
+        grows to the largest batch so far and is then used again. Raises UserError if it is
         short."""
         B, slots = batch.tokens.shape
         S, (rows, size) = rounded(slots), self._size()
@@ -62,11 +62,11 @@ class Rows:
         if rows < B or size < S or wider or broken:
             self._grow(B, S, batch.slack)
         elif self.target.cache and self.drafter not in self.target.cache.drafters:
-            self._join(rows, size)  # another engine allocated the cache
+            self._allocate_drafter(rows, size)  # another engine allocated the cache
         eos = batch.eos.tolist()
-        if self.owner != self._owner(eos):
+        if self.memory != self._identity(eos):
             self.recorder.clear()
-            self._renew(eos)
+            self._new_sequences(eos)
         window = self.seqs.window(0, B, S)
         window.tokens[:, :slots] = batch.tokens
         window.length[:], window.limit[:] = batch.length, batch.limit
@@ -74,8 +74,8 @@ class Rows:
         return window
 
     def prefill(self, seqs: Sequences) -> Iterator[str]:
-        """Prefill these rows, the target and then the drafter; yields the name of each when it is
-        done."""
+        """Prefill these rows, the target and then the drafter; yields `target` and `drafter` as
+        each is done."""
         for lm in self.models:
             lm.forget(seqs.rows)
         read = int(seqs.length.max()) - 1
@@ -95,15 +95,17 @@ class Rows:
                 raise
             self.allocate(B, S, room)
 
-    def _renew(self, eos: Sequence[int]) -> None:
+    def _new_sequences(self, eos: Sequence[int]) -> None:
         rows, size = self._size()
         self.seqs = Sequences.empty(rows, size, eos, self.target.device)
         self.budget = torch.empty_like(self.seqs.length)
-        self.owner = self._owner(eos)
+        self.memory = self._identity(eos)
 
-    def _owner(self, eos: Sequence[int]) -> tuple[object, ...]:
-        state = tuple(part.data_ptr() for part in self.drafter.state)  # another may have moved it
-        cache = self.target.cache and self.target.cache.mark  # which does not keep it alive
+    def _identity(self, eos: Sequence[int]) -> tuple[object, ...]:
+        """Changes with the cache, the EOS tokens and the drafter's state, which an engine that
+        shares them may have replaced."""
+        state = tuple(part.data_ptr() for part in self.drafter.state)
+        cache = self.target.cache and self.target.cache.mark  # the mark does not keep it alive
         return cache, tuple(eos), state
 
     def _size(self) -> tuple[int, int]:

@@ -81,7 +81,7 @@ class Match(Rule):
 @op
 def follow(draft: Draft, sample: Tensor) -> Verdict:
     """Accept the draft tokens that equal sample [B, N] at their parents, as deep as possible."""
-    at_parent = sample.gather(1, draft.nodes.parents.expand_as(sample))
+    at_parent = torch.take_along_dim(sample, draft.nodes.parents, 1)
     path, n = draft.nodes.accepted(draft.tokens == at_parent)
     return Verdict(path, n, sample.gather(1, path))
 
@@ -120,9 +120,9 @@ class Reject(Rule):
             tried, x = open_ & (x >= 0), x.clamp(min=0)[..., None]
             drawn = _drawn(q, p, x)
             ratio = left.gather(-1, x) / (self.lenience * drawn.gather(-1, x))
-            took = tried & rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)
-            ok = ok.scatter(1, child.clamp(min=0), took)
-            open_ = open_ & ~took
+            accepted = tried & rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)
+            ok = ok.scatter(1, child.clamp(min=0), accepted)
+            open_ = open_ & ~accepted
             uncovered = (left - self.lenience * drawn).clamp(min=0)
             left = torch.where(tried[..., None], normalised(uncovered, left), left)
             if q is not None:
@@ -196,8 +196,7 @@ class Typical(Rule):
         return p > least
 
     def __call__(self, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-        parents = draft.nodes.parents.expand_as(draft.tokens)
-        typical = self._typical(p).gather(1, parents[..., None].expand(-1, -1, p.shape[-1]))
+        typical = torch.take_along_dim(self._typical(p), draft.nodes.parents[..., None], 1)
         x = draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
         ok = typical.gather(-1, x)[..., 0] & (draft.tokens >= 0)
         path, n = draft.nodes.accepted(ok)
@@ -212,7 +211,7 @@ def with_bonus(draft: Draft, path: Tensor, n: Tensor, laws: Tensor, rng: Rng) ->
     """Accept n [B] draft tokens along path [B, D+1]; the bonus is drawn from the distribution, of
     laws [B, N, V], of the last node accepted."""
     stop = path.gather(1, n[:, None])
-    law = laws.gather(1, stop[..., None].expand(-1, 1, laws.shape[-1]))[:, 0]
+    law = torch.take_along_dim(laws, stop[..., None], 1)[:, 0]
     bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
     return draft.judged(path, n, bonus)
 

@@ -62,11 +62,12 @@ class Rng(Protocol):
         ...
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
-        """bool [...]: True with probability p [...]."""
+        """bool [...]: True with probability p [...]; `lane` separates draws at one key."""
         ...
 
     def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
-        """int64 [...]: a token with probability proportional to w."""
+        """int64 [...]: a token with probability proportional to w; `purpose` separates draws at one
+        key."""
         ...
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
@@ -104,7 +105,8 @@ class Noise:
 
     @op
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
-        """w / exponential arrival times: its argmax is a draw from w, its top k are k draws."""
+        """w divided by exponential arrival times: the argmax is a draw from w, the k largest are k
+        draws without replacement."""
         lanes = torch.arange(w.shape[-1], device=w.device)
         u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # keeps arrivals finite
         return w / -torch.log1p(-u)
@@ -175,7 +177,7 @@ class Sampling:
             return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k).values[..., -1:]
+            least = logits.topk(self.top_k).values[..., -1:]  # those that equal it are kept, too
             logits = logits.masked_fill(logits < least, -torch.inf)
         p = logits.softmax(-1)
         if self.top_p < 1:

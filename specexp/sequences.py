@@ -21,7 +21,7 @@ from specexp.ops import op
 from specexp.sampling import Noise, Rng
 from specexp.tree import Nodes
 
-NOISE = Noise(0)  # of sequences outside an engine's rounds
+NOISE = Noise(0)  # the noise of sequences outside an engine's rounds
 
 
 def token_ids(tokens: Sequence[int], about: str, vocab: int = 1 << 63) -> Tensor:
@@ -94,10 +94,10 @@ class Sequences:
     """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
 
     A row is done when `length >= limit`. Within a round only `commit` changes anything.
-    `rng`: gives noise addresses; the engine's, within its rounds.
+    `rng`: gives noise addresses; within a round it is the engine's.
     `first`: the number of row 0 in the caches and in the drafter's state (see `window`).
-    budget [B] int64: how deep each row may draft this round, -1: the row sits the round out; None:
-    as deep as the tree. slack: how many slots from the root on are kept free for drafts.
+    budget [B] int64: how deep each row may draft in this round (-1: the row sits it out); None: as
+    deep as the tree. `slack`: slots past the longest row that a draft may fill.
     """
 
     tokens: Tensor
@@ -159,7 +159,7 @@ class Sequences:
         )
 
     def window(self, first: int, count: int, S: int | None = None) -> Sequences:
-        """`count` rows from `first` on and their first S slots, as views: nothing is copied."""
+        """A view of `count` rows from `first` on and of their first S slots; nothing is copied."""
         rows = slice(first, first + count)
         return replace(
             self, tokens=self.tokens[rows, :S], length=self.length[rows], limit=self.limit[rows],
@@ -199,7 +199,8 @@ class Sequences:
 
     @op
     def places(self, depth: Tensor) -> Tensor:
-        """[B, n] slots, or positions, `depth` [b, n] past the root's; clamped at 0."""
+        """[B, n]: the root's slot, `length - 1`, plus `depth` [b, n], but at least 0. A node's
+        index gives its slot, its depth its position; before the root both are negative."""
         return (self.length[:, None] - 1 + depth).clamp(min=0)
 
     @op
@@ -208,8 +209,8 @@ class Sequences:
         return self.tokens.gather(1, slots)
 
     def drafting(self, tokens: Tensor, depth: int) -> Tensor:
-        """tokens [B, n] as a drafter feeds them to draft the level after `depth`: padding (-1) in
-        rows whose budget does not go that deep."""
+        """What a drafter feeds to draft level `depth` + 1: these tokens [B, n], but padding (-1) in
+        rows whose budget is less deep."""
         if self.budget is None:
             return tokens
         beyond = torch.arange(depth + 1, depth + 2, device=tokens.device)[None]
@@ -258,7 +259,7 @@ def round_report(counts: Tensor, tokens: Tensor, faults: Sequence[Tensor]) -> Te
 
 @op
 def columns(*parts: Tensor) -> Tensor:
-    """Side by side: parts [B, n], which may be strided views."""
+    """Parts [B, n], which may be strided views, side by side."""
     return torch.cat(parts, 1)
 
 

@@ -21,10 +21,10 @@ from numpy.typing import ArrayLike
 
 from specexp.errors import UserError
 
-BEYOND = 1.15  # a speedup of so many times the acceptance length is more than noise,
-MISSED = 3.0  # and so is a prediction missed by this factor: something else took the time
-LEAST = 0.8  # of a pass over one token: what one over several takes at the least, noise included
-LONGEST = 1000  # draft tokens per round; `best_gamma` stops here if they are free
+BEYOND = 1.15  # a speedup above this times the acceptance length is not credible
+MISSED = 3.0  # nor is one that misses its prediction by this factor
+LEAST = 0.8  # nor a pass over several tokens that takes less than this share of one over one
+LONGEST = 1000  # the most draft tokens per round; `best_gamma` stops here if they are free
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ def tokens_of_round(conditional: Sequence[float]) -> float:
 
 
 def credible(speedup: float, length: float, predicted: float | None = None) -> bool:
-    """Whether a measured speedup can be what it says. A pass over several tokens is not faster than
-    over one, so it cannot exceed the acceptance length; nor is a prediction from the same machine
-    missed threefold. Where either happens, something else took the time of one side."""
+    """Whether a measured speedup is possible. A pass over several tokens is not faster than one
+    over a single token, so the speedup cannot exceed the acceptance length; nor does it miss a
+    prediction from the same machine threefold. Otherwise other work took time from one side."""
     missed = speedup / predicted if predicted else 1.0
     return speedup <= BEYOND * length and 1 / MISSED < missed < MISSED
 

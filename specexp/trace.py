@@ -16,8 +16,9 @@ from specexp.errors import counted
 
 
 class Step(NamedTuple):
-    """One live row in one round. `draft`: its draft tokens in node order, -1 for none; `done`: this
-    was the row's last round; `broken`: what was wrong with a model's logits, if anything."""
+    """One live row in one round, with counts of tokens. `draft`: its draft tokens in node order, -1
+    for none; `done`: this was the row's last round; `broken`: what was wrong with a model's logits,
+    if anything."""
 
     row: int
     drafted: int
@@ -44,7 +45,8 @@ def steps(rows: Sequence[Sequence[int]], why: Sequence[Callable[[int], str]]) ->
 
 
 class Round(NamedTuple):
-    """`end_s`: seconds from the start of the generation to the round's results on the host."""
+    """One round of a batch. `end_s`: seconds from the start of the generation until its report was
+    on the host; `nodes`, `depth`: of its tree; `steps`: of its live rows."""
 
     end_s: float
     nodes: int
@@ -124,8 +126,8 @@ class Acceptance:
         for s in steps:
             histogram[s.accepted] += 1
         emitted = sum(s.emitted for s in steps)
-        granted = sum(s.accepted + 1 for s in steps)
-        return cls(sum(s.drafted for s in steps), emitted, granted - emitted, tuple(histogram))
+        uncut = sum(s.accepted + 1 for s in steps)  # emitted without an EOS or a limit
+        return cls(sum(s.drafted for s in steps), emitted, uncut - emitted, tuple(histogram))
 
     @property
     def passes(self) -> int:
@@ -166,10 +168,11 @@ class Acceptance:
         drafted = counted(self.drafted, "draft token")
         rate = f"; acceptance rate {self.rate:.0%}, {self.accepted} of {drafted}"
         passes = counted(self.passes, "target pass", "es")
-        whole = f"{counted(self.emitted, 'token')} in {passes}: {a_pass}"
-        return whole + rate * (self.drafted > 0)
+        tokens = f"{counted(self.emitted, 'token')} in {passes}: {a_pass}"
+        return tokens + rate * (self.drafted > 0)
 
     def _reached(self) -> list[int]:
+        """Passes that accepted at least 0, 1, 2, ... draft tokens."""
         return [sum(self.histogram[i:]) for i in range(len(self.histogram))]
 
     @classmethod

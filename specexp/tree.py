@@ -82,9 +82,9 @@ class Tree:
         _check_size("x".join(map(str, widths)), size)
         parents, level = [-1], [0]
         for width in widths:
-            born = [node for node in level for _ in range(width)]
-            level = list(range(len(parents), len(parents) + len(born)))
-            parents += born
+            of_level = [node for node in level for _ in range(width)]
+            level = list(range(len(parents), len(parents) + len(of_level)))
+            parents += of_level
         return cls(tuple(parents))
 
     @classmethod
@@ -145,6 +145,11 @@ class Tree:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """The number of children of each node."""
+        return tuple(self.parents.count(node) for node in range(len(self)))
+
     @property
     def depth(self) -> int:
         """D, the largest number of draft tokens that can be accepted."""
@@ -195,7 +200,7 @@ class Nodes:
         arange = torch.arange(N, device=parents.device)
         ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(b, 1, 1)
         for _ in range(deepest):
-            ancestors = ancestors | ancestors.gather(1, parents[:, :, None].expand(b, N, N))
+            ancestors = ancestors | torch.take_along_dim(ancestors, parents[:, :, None], 1)
         depth = ancestors.sum(-1) - 1
         is_child = (parents[:, None, :] == arange[:, None]) & (arange > 0)  # [b, parent, child]
         rank = is_child.cumsum(-1) - 1  # of a child among its siblings
@@ -219,18 +224,18 @@ class Nodes:
         if self.is_chain:
             n = ok[:, 1:].cumprod(1).sum(1)
             return self.depth.clamp(max=n[:, None]), n
-        (B, N), node = ok.shape, torch.arange(ok.shape[1], device=ok.device)
+        node = torch.arange(ok.shape[1], device=ok.device)
         reached = ((ok | (node == 0))[:, None, :] | ~self.ancestors).all(-1)
         n, last = torch.where(reached, self.depth, -1).max(-1)
-        last = last[:, None, None].expand(B, 1, N)
-        on_path = self.ancestors.expand(B, N, N).gather(1, last)[:, 0]
+        on_path = torch.take_along_dim(self.ancestors, last[:, None, None], 1)[:, 0]
         level = torch.arange(self.deepest + 1, device=ok.device).clamp(max=n[:, None])
-        at = on_path[:, :, None] & (self.depth[:, :, None] == level[:, None])
-        return (at * node[:, None]).sum(1), n
+        at_level = on_path[:, :, None] & (self.depth[:, :, None] == level[:, None])  # [B, N, D+1]
+        return (at_level * node[:, None]).sum(1), n
 
 
 def line_mask(slots: Tensor, S: int) -> Tensor:
-    """visible [B, N, S] for consecutive tokens in slots [B, N]: each sees all up to its own."""
+    """The causal mask [B, N, S] of tokens in slots [B, N]: each sees its own slot and all before
+    it."""
     import torch
 
     return torch.arange(S, device=slots.device) <= slots[:, :, None]
@@ -238,8 +243,8 @@ def line_mask(slots: Tensor, S: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Branches:
-    """What the tokens [B, n] of a tree see: all slots before the root's, and from there on their
-    ancestors, themselves included.
+    """The attention of the tokens [B, n] of a tree: each sees all slots before the root's, its
+    ancestors and itself.
 
     root [B, 1]: the root's slot; ancestors [b, n, M] bool over the M slots from the root's on.
     """
@@ -264,5 +269,4 @@ def _nodes(tree: Tree, device: torch.device) -> Nodes:
     import torch
 
     parents = torch.tensor([tree.parents], device=device).clamp(min=0)
-    width = max((tree.parents.count(i) for i in range(len(tree))), default=0)
-    return Nodes.of(parents, tree.depth, width)
+    return Nodes.of(parents, tree.depth, max(tree.degrees))

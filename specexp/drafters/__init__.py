@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from specexp import objects
-from specexp.errors import UserError, meant
+from specexp.errors import UserError, meant, warn_once
 from specexp.fitting import Limits, methods
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
@@ -30,7 +28,6 @@ from specexp.tree import Tree
 # what people call a method, or called one that is gone: the name to use
 OTHER_NAMES = dict.fromkeys(("null", "none", "off", "never", "baseline"), "plain")
 OTHER_NAMES["lookahead"] = "recycle"
-log = logging.getLogger("specexp")
 
 
 class Drafter(ABC):
@@ -180,17 +177,12 @@ class Prepared(Limits):
 
 
 def too_short(drafter: Drafter, length: int) -> None:
-    """Say, once a drafter, that it cannot draft for a text of so many tokens, if that is so."""
+    """Warn, once, of a drafter whose context is too short for a text of `length` tokens."""
     if 0 < drafter.context <= length:
-        _never_drafts(drafter.name, drafter.context)
-
-
-@cache
-def _never_drafts(drafter: str, context: int) -> None:
-    log.warning(
-        "%s reads at most %d tokens: nothing is drafted in a batch with a text as long; use "
-        "shorter prompts, fewer new tokens or another drafter", drafter, context,
-    )  # fmt: skip
+        warn_once(
+            "%s reads at most %d tokens: nothing is drafted in a batch with a text as long; use "
+            "shorter prompts, fewer new tokens or another drafter", drafter.name, drafter.context,
+        )  # fmt: skip
 
 
 def prepare(request: Request) -> Prepared:

@@ -3,13 +3,11 @@
 (Token-level intersection: Timor et al. 2025, Accelerating LLM inference with lossless speculative
 decoding for heterogeneous vocabularies, section 3.3.) The draft model keeps its own copy of the
 sequence, in its own tokens. A shared token is one token there too; any other is re-tokenized into
-up to `_LONGEST` pieces. Draft tokens are drawn from the draft model's distribution
-restricted to the shared tokens: the q passed to the rule, so every exact rule stays exact.
+up to `_LONGEST` pieces. Draft tokens are drawn from the draft model's distribution restricted to
+the shared tokens. That is the q which the rule gets, so every exact rule stays exact.
 """
 
-import logging
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.drafters.model import all_rows
-from specexp.errors import UserError
+from specexp.errors import UserError, warn_once
 from specexp.growth import Level, grow
 from specexp.models.lm import LM, Forward
 from specexp.models.load import load, read_config, read_tokenizer, text_of, tokens_of
@@ -26,7 +24,6 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-log = logging.getLogger("specexp")
 _LONGEST = 8  # pieces kept of one re-tokenized token
 _SLOTS = 3  # slots of the draft's cache per slot of the target's
 
@@ -68,8 +65,9 @@ def _plain(token: str) -> str:
 
 
 class Crossed(Drafter):
-    """`texts`: the sequences in draft tokens. covered [B]: how many target tokens of each row they
-    contain. `most`: the most tokens that a row can gain between two drafts."""
+    """Drafts shared tokens. `texts`: the sequences in the draft model's tokens. covered [B]: how
+    many target tokens of each row they contain. `most`: the most tokens that a row can gain between
+    two drafts."""
 
     draws = reads = True
 
@@ -143,16 +141,9 @@ class Crossed(Drafter):
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         if not draft.nodes.is_chain:
-            place = draft.memo.expand(len(verdict.path), -1)
+            places = torch.take_along_dim(draft.memo, verdict.path, 1)
             text = self.texts.window(seqs.first, len(seqs.tokens))
-            self.lm.keep(text, draft, replace(verdict, path=place.gather(1, verdict.path)))
-
-
-@cache
-def _report(target: str, draft: str, both: int, vocab: int) -> None:
-    if both < vocab:
-        log.warning("%s shares %d of its %d tokens with %s: only these are drafted",
-                    target, both, vocab, draft)  # fmt: skip
+            self.lm.keep(text, draft, replace(verdict, path=places))
 
 
 def prepare(request: Request) -> Prepared:
@@ -168,7 +159,9 @@ def prepare(request: Request) -> Prepared:
         raise UserError(f"{request.target} and {source} share no token: choose another draft")
 
     def make(target: LM) -> Crossed:
-        _report(request.target, request.argument, both, request.vocab)
+        if both < request.vocab:
+            warn_once("%s shares %d of its %d tokens with %s: only these are drafted",
+                      request.target, both, request.vocab, request.argument)  # fmt: skip
         draft = load(source, Path(source).name, request.dtype, str(target.device))
         return Crossed(draft, token_map, request.sampling)
 

@@ -48,19 +48,18 @@ class EagleLayer(Drafter):
         self.features[seqs.rows, : hidden.shape[1]] = self.net.fuse(hidden)
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        open_ = missed + self.deepest
-        for first in range(0, open_, PREFILL):
-            self._feed(seqs, open_ - first, min(PREFILL, open_ - first))
+        count = missed + self.deepest  # drafting wrote over the entries of the last `deepest` pairs
+        for first in range(0, count, PREFILL):
+            self._feed(seqs, count - first, min(PREFILL, count - first))
 
     def _feed(self, seqs: Sequences, back: int, count: int) -> Forward:
         """Feed `count` pairs per row, starting `back` before the root's; logits after the last."""
-        places = torch.arange(-1 - back, count - 1 - back, device=seqs.tokens.device)[None]
-        slots = seqs.places(places)
+        from_root = torch.arange(-1 - back, count - 1 - back, device=seqs.tokens.device)[None]
+        slots = seqs.places(from_root)
         # the minimum is for a one-token row, which has no pair
         following = torch.minimum(slots + 1, seqs.length[:, None] - 1)
         tokens = seqs.drafting(seqs.read(following), 0)
-        features = self.features[seqs.rows]
-        features = features.gather(1, slots[..., None].expand(-1, -1, features.shape[2]))
+        features = torch.take_along_dim(self.features[seqs.rows], slots[..., None], 1)
         return self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=1, features=features)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -72,9 +71,7 @@ class EagleLayer(Drafter):
             if level.depth == 0:
                 fed = self._feed(seqs, self.deepest, self.deepest + 1)
             else:
-                before = features.pop()
-                parent = level.parent.expand(len(before), -1)[..., None]
-                inherited = before.gather(1, parent.expand(-1, -1, before.shape[2]))
+                inherited = torch.take_along_dim(features.pop(), level.parent[..., None], 1)
                 placed = level.placed(seqs, back=1)
                 fed = self.lm.feed(seqs, level.tokens, *placed, taps=(0,), features=inherited)
             assert fed.hidden is not None
@@ -85,9 +82,7 @@ class EagleLayer(Drafter):
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
-        wide = seen.hidden.shape[2]
-        states = seen.hidden.gather(1, verdict.path[..., None].expand(-1, -1, wide))
-        features = self.net.fuse(states)
+        features = self.net.fuse(torch.take_along_dim(seen.hidden, verdict.path[..., None], 1))
         slots = seqs.places(torch.arange(features.shape[1], device=features.device)[None])
         at = slots[..., None].expand(-1, -1, features.shape[2])
         self.features[seqs.rows].scatter_(1, at, features)

@@ -37,7 +37,7 @@ class MedusaHeads(Drafter):
         self.last[seqs.rows] = 0
         if hidden is not None:
             last = (seqs.length - 2)[:, None, None]
-            state = hidden.gather(1, last.clamp(min=0).expand(-1, -1, self.width))
+            state = torch.take_along_dim(hidden, last.clamp(min=0), 1)
             self.last[seqs.rows] = torch.where(last >= 0, state, 0)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -49,8 +49,8 @@ class MedusaHeads(Drafter):
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
-        last = verdict.path.gather(1, verdict.n[:, None])[..., None]
-        self.last[seqs.rows] = seen.hidden.gather(1, last.expand(-1, -1, self.width))
+        last = verdict.path.gather(1, verdict.n[:, None])
+        self.last[seqs.rows] = torch.take_along_dim(seen.hidden, last[..., None], 1)
 
 
 def prepare(request: Request) -> Prepared:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
@@ -35,7 +36,7 @@ class DraftModel(Drafter):
         self.draws = not self.chosen
         self.name = lm.name
         self.models: tuple[LM, ...] = (lm,)
-        lm.again = 1
+        lm.again = 1  # `propose` feeds the token before the root again
         self.context = lm.context
 
     def allocate(self, B: int, S: int) -> None:
@@ -59,8 +60,8 @@ class DraftModel(Drafter):
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         if not draft.nodes.is_chain:
-            place = draft.memo.expand(len(verdict.path), -1)
-            self.lm.keep(seqs, draft, replace(verdict, path=place.gather(1, verdict.path)))
+            places = torch.take_along_dim(draft.memo, verdict.path, 1)
+            self.lm.keep(seqs, draft, replace(verdict, path=places))
 
 
 def prepare(request: Request) -> Prepared:

@@ -37,19 +37,19 @@ class NGram(Drafter):
         matched = matched_until(seqs, self.n)
         score = torch.where(matched > 0, matched * S + place, -1)
         best = score.topk(min(leaves, S), dim=1)  # the longest match, then the latest
-        end, known = best.indices[:, branch], best.values[:, branch] >= 0
+        end, matches = best.indices[:, branch], best.values[:, branch] >= 0
         step = nodes.depth[:, 1:]
         last = seqs.length[:, None] - 1
         period = (last - end).clamp(min=1)  # past the end of the row, the copy repeats itself
         at = end + 1 + (step - 1) % period
-        at = at.clamp(0, S - 1)  # where nothing was found, `end` is arbitrary
+        at = at.clamp(0, S - 1)  # where nothing matches, `end` is arbitrary
         token = seqs.tokens.gather(1, at)
-        return seqs.draft(nodes, torch.where(known & (token < self.vocab), token, -1))
+        return seqs.draft(nodes, torch.where(matches & (token < self.vocab), token, -1))
 
 
 def matched_until(seqs: Sequences, longest: int) -> Tensor:
-    """[B, S]: of the tokens up to each place before the root, how many equal the last ones of the
-    row, the root included; at most `longest`."""
+    """[B, S]: for each place before the root, how many of the tokens that end there equal the last
+    tokens of the row, root included; at most `longest`."""
     place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
     last = seqs.length[:, None] - 1
     same = place < last
@@ -64,7 +64,7 @@ def matched_until(seqs: Sequences, longest: int) -> Tensor:
 @cache  # never freed: recorded graphs read these tensors
 def first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
     """The number of leaves and, for every draft token, the index of the first leaf below it."""
-    leaves = [i for i in range(len(tree)) if i not in tree.parents]
+    leaves = [node for node, children in enumerate(tree.degrees) if not children]
     first: list[int] = [len(leaves)] * len(tree)
     for rank, leaf in enumerate(leaves):
         node = leaf

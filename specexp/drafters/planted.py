@@ -61,16 +61,16 @@ class Planted(Drafter):
             law = self.sampling.law(self.target.verify(plain, draft).logits)
             plain.commit(match(draft, law, self.rng))
         self.future[seqs.rows, : plain.tokens.shape[1]] = plain.tokens
-        if self.target.bounded:  # which are of the end of the text now
+        if self.target.bounded:  # its keys or states are those of the continuation now
             self.target.prefill(seqs, 0, int(seqs.length.max()) - 1)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The first child of a node is right with probability alpha, its siblings never."""
-        work = self.worker.propose(seqs, tree, rng)
+        real = self.worker.propose(seqs, tree, rng)
         self.shaped_by = self.worker.shaped_by
         nodes = tree.nodes(seqs.tokens.device)
         if len(tree) == 1:
-            return work
+            return real
         depth, parent = nodes.depth[:, 1:], nodes.parents[0, 1:]
         place = seqs.places(depth).clamp(max=seqs.tokens.shape[1] - 1)
         rank = torch.arange(1, len(tree), device=place.device) - nodes.children[0, parent, 0]
@@ -78,9 +78,9 @@ class Planted(Drafter):
         salt, future = self.salt[seqs.rows], self.future[seqs.rows]
         keys = _COINS.keys(seqs.stream, seqs.length, depth)
         right = _COINS.bernoulli(odds, mix(keys + salt), 0) & (rank == 0)
-        miss = (1 + rank) * ~right
-        tokens = (future.gather(1, place) + miss) % self.target.vocab
-        return seqs.draft(nodes, tokens, memo=work.memo)
+        error = (1 + rank) * ~right  # siblings differ from the right token and from each other
+        tokens = (future.gather(1, place) + error) % self.target.vocab
+        return seqs.draft(nodes, tokens, memo=real.memo)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         self.worker.observe(seqs, draft, verdict, seen)

@@ -18,10 +18,10 @@ from specexp.tree import Tree
 
 
 class Table:
-    """For each of B rows, a map from tokens to notes: k tokens, int64.
+    """A hash table for each of B rows: from a token to its note, k tokens int64.
 
-    A row has at most `places` notes. If the vocabulary is larger, tokens that are equal modulo
-    `places` share one, which belongs to the token written last.
+    A row has at most `places` notes. In a larger vocabulary, tokens that are equal modulo `places`
+    share a place, and its note is that of the token written last, the `owner`.
     """
 
     def __init__(
@@ -42,8 +42,7 @@ class Table:
         """The notes [b, n, k] of tokens [b, n], -1 where there is none."""
         place = self._place(tokens)
         owned = (self.owner[rows].gather(1, place) == tokens) & (tokens >= 0)
-        notes = self.notes[rows]
-        notes = notes.gather(1, place[..., None].expand(-1, -1, notes.shape[2]))
+        notes = torch.take_along_dim(self.notes[rows], place[..., None], 1)
         return torch.where(owned[..., None], notes, -1)
 
     @op
@@ -54,7 +53,7 @@ class Table:
         last = torch.zeros_like(self.owner[rows]).scatter_reduce(1, place, order, "amax")
         writer = last.gather(1, place)  # equal tokens all write the last one's note
         self.owner[rows].scatter_(1, place, tokens.gather(1, writer))
-        written = notes.gather(1, writer[..., None].expand_as(notes))
+        written = torch.take_along_dim(notes, writer[..., None], 1)
         self.notes[rows].scatter_(1, place[..., None].expand_as(notes), written)
 
     def _place(self, tokens: Tensor) -> Tensor:
@@ -75,15 +74,15 @@ class Recycle(Drafter):
         self.table.clear(seqs.rows)
         place = torch.arange(1, seqs.tokens.shape[1], device=self.device)
         following = seqs.tokens[:, 1:]
-        followed = torch.full((*following.shape, self.k), -1, device=self.device)
-        followed[..., 0] = torch.where(following < self.vocab, following, -1)  # a prompt may exceed
+        notes = torch.full((*following.shape, self.k), -1, device=self.device)
+        notes[..., 0] = torch.where(following < self.vocab, following, -1)  # a prompt may exceed it
         tokens = torch.where(place < seqs.length[:, None], seqs.tokens[:, :-1], -1)
-        self.table.write(seqs.rows, tokens, followed)
+        self.table.write(seqs.rows, tokens, notes)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         tokens = [seqs.root]
-        for parent in range(len(tree)):
-            if children := tree.parents.count(parent):
+        for parent, children in enumerate(tree.degrees):
+            if children:
                 candidates = self.table.read(seqs.rows, tokens[parent])
                 tokens += candidates[:, 0, :children].split(1, dim=1)
         return Draft(columns(*tokens), tree.nodes(seqs.tokens.device), seqs)

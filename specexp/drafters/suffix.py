@@ -36,12 +36,11 @@ class Suffix(Drafter):
         place = torch.arange(S, device=seqs.tokens.device)
         matched = matched_until(seqs, self.longest)
         most = matched.amax(1, keepdim=True)
-        # per node: the row up to it, the places that match it, its estimated probability
+        # of each node: the row with its path, the places that match it, its estimated probability
         text, agree = [seqs.tokens], [(matched == most) & (most > 0)]
         confidence = [torch.ones(B, 1, device=place.device)]
         drafted: list[Tensor] = []
-        for parent in range(len(tree)):
-            children = tree.parents.count(parent)
+        for parent, children in enumerate(tree.degrees):
             if not children:
                 continue
             depth = tree.depths[parent] + 1

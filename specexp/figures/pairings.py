@@ -209,13 +209,13 @@ def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure
 def _rows(axes: Axes, table: pd.DataFrame, column: str, looks: dict[str, Any]) -> None:
     """One line a row with its interval, and the numbers beside it."""
     axes.axvline(1, color=style.PLAIN, lw=1.5)
-    known = table.dropna(subset=[column])
-    for y, row in known.iterrows():
-        axes.errorbar(row[column], y, xerr=style.ends(known.loc[[y]], column), capsize=3,
+    shown = table.dropna(subset=[column])
+    for y, row in shown.iterrows():
+        axes.errorbar(row[column], y, xerr=style.ends(shown.loc[[y]], column), capsize=3,
                       markersize=8, **looks[row["arm"]])  # fmt: skip
         axes.annotate(style.times(row, column), (1.0, y), xycoords=("axes fraction", "data"),
                       fontsize=10, va="center", color=style.INK)  # fmt: skip
-    axes.set(xlim=(0.9 * min(1, known["low"].min()), 1.1 * max(1, known["high"].max())))
+    axes.set(xlim=(0.9 * min(1, shown["low"].min()), 1.1 * max(1, shown["high"].max())))
     style.log_axis(axes, "x")
     axes.grid(axis="y", visible=False)
 

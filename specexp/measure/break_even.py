@@ -45,11 +45,11 @@ def profile(
 ) -> Costs:  # fmt: skip
     """The cost table of a pairing, in seconds over batch, draft length and context (slots).
 
-    The stored one, if all that decides it is the same (`about`) and it has all these points; else,
-    or with `force`, one is measured and stored, which keeps the points of the stored one. gammas
-    beyond the drafter's longest draft are left out. contexts: by default those of `CONTEXTS` that
-    the models reach, and one for `longest` tokens if that is more. Raises UserError if the drafter
-    drafts nothing."""
+    The stored table is returned if everything that decides it is the same (`about`) and it has all
+    these points. Otherwise, or with `force`, a table of these and the stored points is measured and
+    stored. gammas beyond the drafter's longest draft are left out. contexts: by default those of
+    `CONTEXTS` that the models reach, and one for `longest` tokens if that is more. Raises UserError
+    if the drafter drafts nothing."""
     if not pairing.engine.drafter.context:
         raise UserError(
             f"drafter {pairing.drafter} drafts nothing, so there are no costs to measure: name "

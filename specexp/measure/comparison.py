@@ -1,7 +1,8 @@
-"""One pairing against plain decoding in two lines: how much faster, and is its output the target's.
+"""One pairing against plain decoding in two lines: how much faster is it, and is its output the
+target's?
 
-What `Pairing.compare_with_plain` returns. The timing is that of `one_pairing.duel`, the check that
-of `exactness.certify`.
+`Pairing.compare_with_plain` returns it. It is timed by `one_pairing.duel` and checked by
+`exactness.certify`.
 """
 
 from collections.abc import Sequence

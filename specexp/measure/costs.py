@@ -27,8 +27,8 @@ from specexp.tree import Tree
 
 FULL = 8  # a batch of n < FULL is timed FULL // n times as often: short passes are easily disturbed
 BLOCK = 8  # rounds timed at one draft length before the next length takes its turn
-LEAD = 4  # rounds before them that are not timed, until the CPU's caches hold what such rounds use;
-# before plain steps CALM of them, since a drafter's weights leave the caches slowly
+LEAD = 4  # untimed rounds before a block, until the CPU's caches hold what such rounds use; before
+# plain steps there are CALM, since a drafter's weights leave the caches slowly
 
 Times: TypeAlias = dict[Any, list[tuple[float, float]]]
 
@@ -132,9 +132,11 @@ def measure(
 
 
 def _apart(draft: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds [batch, gamma, context] as drafting and all else. Drafting is timed by itself: where
-    it leaves less of the round than a pass over several tokens takes, it is what that leaves.
-    Raises UserError for rounds so much shorter than a plain step that the machine was busy."""
+    """Divide the time of rounds [batch, gamma, context] into drafting and all else.
+
+    Drafting was timed by itself. Where that would leave less of the round than a pass over several
+    tokens can take, drafting gets what such a pass leaves. Raises UserError for rounds so much
+    shorter than a plain step that the machine must have been busy."""
     step = whole[:, :1]
     if (worst := float((whole / step).min())) < 1 / theory.MISSED:
         raise UserError(

@@ -92,8 +92,8 @@ def problems_of(
     for policy in values(params, "policy", "policies"):
         fluid = "requests_per_day" in params
         if fluid or policy not in PRICED:
-            asked = "specexp.measure.feasible.facts_of_policy", policy, deepest, fluid
-            findings.of(("policy", "policies", "drafter"), known.lasting, *asked)
+            question = "specexp.measure.feasible.facts_of_policy", policy, deepest, fluid
+            findings.of(("policy", "policies", "drafter"), known.lasting, *question)
     return findings.problems
 
 
@@ -132,11 +132,11 @@ def _check_models(
     needs = []
     for prompt in texts:
         if params.get("chat") or prompt.chat:
-            names, asked = ("chat", "target", "prompts"), (CHAT, target, *astuple(prompt))
-            n, answers = findings.of(names, known.lasting, *asked) or (0, 0)
+            names, question = ("chat", "target", "prompts"), (CHAT, target, *astuple(prompt))
+            n, answers = findings.of(names, known.lasting, *question) or (0, 0)
         else:
-            asked = known, _tokens_of, prompt.text, target, known
-            n, answers = findings.of(("prompts", "target"), *asked) or 0, 0
+            question = known, _tokens_of, prompt.text, target, known
+            n, answers = findings.of(("prompts", "target"), *question) or 0, 0
         needs.append(n + new * (1 + answers))
     longest = max(needs, default=0)
     if longest > context:
@@ -190,14 +190,14 @@ def _tokenizer(target: str, known: Known) -> Any:
 
 def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate:
     """The pairing of these options of `specexp.load`. Raises UserError if it cannot be built."""
-    asked = dict(options) | {"seed": 0}
+    looked_up = dict(options) | {"seed": 0}
     if options["sampling"] == "given":
         fitting.sampling(*(options[name] for name in ("temperature", *SAMPLING)))
-        asked |= SAMPLING | {"temperature": 0.0}
+        looked_up |= SAMPLING | {"temperature": 0.0}
     if not _may_be_own(options["drafter"]):  # then it sees nothing of the tree and the rule
-        asked |= {"gamma": 1, "tree": "chain"}
-    asked |= {"gamma": 1} if options["gamma"] is None else {}
-    facts = known.lasting(f"{FACTS}pairing", *(n for n in asked.items() if n[0] != "rule"))
+        looked_up |= {"gamma": 1, "tree": "chain"}
+    looked_up |= {"gamma": 1} if options["gamma"] is None else {}
+    facts = known.lasting(f"{FACTS}pairing", *(n for n in looked_up.items() if n[0] != "rule"))
     limits = fitting.Limits(**facts["limits"])
     gamma = min(5, limits.deepest) if options["gamma"] is None else options["gamma"]
     tree, rule = Tree.parse(options["tree"], gamma), options["rule"]

@@ -56,16 +56,19 @@ def take(
     turns: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
     first = warm or items[:1]
     calls = len(arms) * (len(first) + len(items))
-    with tqdm(total=calls, desc=about, bar_format=BAR, disable=not about) as bar, _telling(turns):
+    with (
+        tqdm(total=calls, desc=about, bar_format=BAR, disable=not about) as bar,
+        _report_if_interrupted(turns),
+    ):
         for number, item in enumerate([*first, *items], 1 - len(first)):
             for arm in list(arms)[:: -1 if number % 2 else 1]:
                 for _ in range(lead):
                     arms[arm](item)
                 begin = clock(device)
                 result = arms[arm](item)
-                took = clock(device) - begin
+                duration = clock(device) - begin
                 if number > 0:
-                    turns[arm].append(Turn(took, result))
+                    turns[arm].append(Turn(duration, result))
                 bar.update()
             if number > 0 and len(arms) <= FEW:
                 so_far = (f"{_name(a)} {1e3 * median_s(each):,.2f}" for a, each in turns.items())
@@ -74,7 +77,7 @@ def take(
 
 
 @contextmanager
-def _telling(turns: Mapping[Any, Sequence[Turn]]) -> Iterator[None]:
+def _report_if_interrupted(turns: Mapping[Any, Sequence[Turn]]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as e:

@@ -229,8 +229,9 @@ def throughput(
 def _by_turns(
     engines: Mapping[Any, Engine], items: Sequence[list[list[int]]], max_new_tokens: int, about: str
 ) -> Iterator[dict[Any, Trace]]:
-    """The trace of every engine on each item, which they generate by turns; an item is a batch of
-    token ids. Where rounds are recorded, one item of every buffer size comes before, the largest
+    """The traces of all engines on each item, a batch of token ids; they generate it in turns.
+
+    Where rounds are recorded, an item of every buffer size comes first, uncounted, the largest
     twice: engines share the target's cache, and recordings are lost when it grows."""
     widths = {engine.policy.widest for engine in engines.values()}
     shapes = {
@@ -249,17 +250,18 @@ def _by_turns(
 
 
 def _without_memory(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The samples; of those (`by` a column) whose passes differ between repeats, though prompts and
-    noise are the same, only the first repeat, with a warning: their drafter remembers."""
+    """The samples without later repeats of an arm (a value of the column `by`) whose acceptance
+    length changes between repeats. As prompts and noise are the same, its drafter remembers them; a
+    warning says so."""
     counts = samples.pivot_table(["accepted", "passes"], by, "repeat", "sum")
     lengths = 1 + counts["accepted"] / counts["passes"]
-    learns = lengths.index[lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)]
-    for name in learns:
+    remembers = lengths.index[lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)]
+    for name in remembers:
         log.warning(
             f"{by} {name}: {', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in "
             "repeats of the same prompts: its drafter remembers them, so only the first one counts"
         )
-    return samples[(samples["repeat"] == 0) | ~samples[by].isin(learns)]
+    return samples[(samples["repeat"] == 0) | ~samples[by].isin(remembers)]
 
 
 def full_batch(trace: Trace) -> tuple[float, int]:
@@ -315,7 +317,8 @@ def _phases(
     The kinds, of which the first is plain, take turns, `repeats` rounds each, continuing one prompt
     after another. Rounds are timed whole and, separately, with a clock between phases. The three
     figures add up to the whole round: where the phases timed apart take longer than that, they are
-    scaled down to it. What takes less than a plain pass is timed once more, and that counts."""
+    scaled down to it. If a pass over several tokens seems to take less than a plain one, all are
+    timed once more, and the second time counts."""
     seconds = _timed(kinds, texts, repeats)
     (_, plain, _), *_ = seconds.values()
     least = min(verify for _, verify, _ in seconds.values())

@@ -38,8 +38,8 @@ _TINY = np.finfo(float).tiny
 
 
 class Interval(NamedTuple):
-    """A value with its 95 % interval. doubt: that there are too few units, and how many more are
-    needed, or that it is not credible; "" if neither. A single repeat has low = high = value."""
+    """A value with its 95 % interval. doubt: why it should not be trusted (too few units, and how
+    many more are needed; or not credible), else "". A single repeat has low = high = value."""
 
     value: float
     low: float
@@ -58,8 +58,8 @@ class Interval(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """A value, and what it might be as well: draws [R] for the lower end and for the upper one.
-    Those of arms with as many units are drawn together."""
+    """A value, and draws [R] of what it might be as well, for the lower and for the upper end of
+    its interval. Arms with equally many units have the same random weights in every draw."""
 
     value: float
     low: np.ndarray
@@ -185,7 +185,8 @@ def _columns(*columns: ArrayLike) -> np.ndarray:
 
 
 def _guard(prompts: float) -> float:
-    """How far kinds of prompts that nobody saw count: from 1, with too few prompts, to 0."""
+    """The weight of kinds of prompts that were not seen: 1 up to `ENOUGH` prompts, 0 from twice as
+    many on."""
     return float(np.interp(prompts, (ENOUGH, 2 * ENOUGH), (1, 0)))
 
 
@@ -195,7 +196,7 @@ def _unseen_share(units: float) -> float:
 
 
 def _beyond(each: np.ndarray) -> np.ndarray:
-    """The ends [2] of the range of values [n], moved outwards by a quarter of it, for noise with a
+    """The ends [2] of the range of values [n], widened for noise: by a quarter of the range, for a
     heavy tail, and by more below six units, for normal noise."""
     return np.array([each.min(), each.max()]) + np.ptp(each) * (0.25 + 90 / each.size**4) * SIGNS
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class Slots(CacheLayerMixin):
-    """One layer: keys and values [B, H, S, d], written at `cache.places[S]` of `cache.rows`; a
-    ring if S is less than the cache's."""
+    """One layer: keys and values [B, H, S, d], which a pass writes at `cache.places[S]` of
+    `cache.rows`. If S is less than the cache's size, the layer is a ring."""
 
     is_sliding = False
 
@@ -76,9 +76,8 @@ class Slots(CacheLayerMixin):
     def keep(self, rows: slice, source: Tensor, slots: Tensor) -> None:
         """Copy slots `source` [b, n] of these b rows to `slots` [b, n]."""
         for buffer in (whole[rows] for whole in self.buffers):
-            B, H, _, d = buffer.shape
-            moved = buffer.gather(2, source[:, None, :, None].expand(B, H, -1, d))
-            buffer.scatter_(2, slots[:, None, :, None].expand(B, H, -1, d), moved)
+            moved = torch.take_along_dim(buffer, source[:, None, :, None], 2)
+            buffer.scatter_(2, slots[:, None, :, None].expand_as(moved), moved)
 
     def get_seq_length(self) -> int:
         return 0  # positions and mask are always explicit; nothing may be derived from a count
@@ -93,8 +92,8 @@ class Slots(CacheLayerMixin):
 class SlotCache(Cache):
     """A static buffer of `batch` rows of `size` slots per layer; call `aim` before each pass.
 
-    `kinds`: what its layers are; a number stands for as many that read everything. `room`: slots
-    from the root on that a round may write. `states`: of layers that keep some. `mark`: identifies
+    `kinds`: its layers; a number stands for so many that read every slot. `room`: slots from the
+    root on that a round may write. `states`: those of layers that keep a state. `mark`: identifies
     this buffer; no later cache has an equal one.
     """
 
@@ -111,8 +110,8 @@ class SlotCache(Cache):
         super().__init__(layers=[Slots(self, self.sizes[layer.span]) for layer in self.kinds])
 
     def aim(self, rows: slice, slots: Tensor, seen: int, tokens: Tensor | None = None) -> None:
-        """Make the next pass write tokens [b, n] (-1: padding) at slots [b, n] of these b rows, of
-        which the last is the furthest, and read the first `seen`."""
+        """Make the next pass write tokens [b, n] (-1: padding) at slots [b, n] of these b rows, the
+        furthest slot last, and read the first `seen` slots."""
         B, n = slots.shape
         self.rows, self.slots, self.seen = rows, slots.reshape(B, 1, n, 1), seen
         for span, size in self.sizes.items():
@@ -153,9 +152,9 @@ class SlotCache(Cache):
         return {kind: masks[span] for kind, span in spans.items()}
 
     def _near(self, visible: Tensor | None, window: int, chunk: int) -> Tensor | None:
-        """The visible slots [b, n, m] in each token's window and chunk, of those that such a layer
-        holds. What a token sees is one text, in the order of slots, so the position of a slot is
-        the number of visible ones before it."""
+        """The part [b, n, m] of `visible` that lies in each token's window and chunk, over the m
+        places of such a layer. The slots that a token sees hold one text in order, so a slot's
+        position is the number of visible slots before it."""
         if not window and not chunk:
             return visible
         held = self.held(self.sizes.get(window or chunk, self.size))

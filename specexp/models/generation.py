@@ -1,19 +1,17 @@
 """What a model's generation config means: where texts end, processors of logits, its own sampling.
 
-load.py reads it. What can be followed exactly whatever is drafted is followed: what depends on the
-tokens of a row alone. All else that would change the text is refused by name.
+load.py reads it. A setting is followed if it depends on the tokens of a row alone, since it is then
+exact whatever is drafted. Any other setting that would change the text is refused by name.
 """
 
-import logging
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specexp.errors import UserError, refusing
+from specexp.errors import UserError, refusing, warn_once
 from specexp.models.processors import (
     NoRepeatNgram,
     Processor,
@@ -25,9 +23,7 @@ from specexp.models.processors import (
 from specexp.sampling import Sampling
 from specexp.sequences import Draft
 
-log = logging.getLogger("specexp")
-
-# What is followed, and values with which it changes nothing.
+# Settings that are followed, each with the values at which it changes nothing.
 FOLLOWED: dict[str, tuple[Any, ...]] = {
     "sequence_bias": (), "repetition_penalty": (1,), "no_repeat_ngram_size": (0,),
     "bad_words_ids": (), "suppress_tokens": ([],),
@@ -37,8 +33,8 @@ WHOLE_CACHES = (
     "dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid",
     "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked", "paged",
 )  # fmt: skip
-# What is not: searches, further passes, other inputs, and what counts from the end of the prompt or
-# of the text, or by the clock.
+# Settings that are refused: searches, further passes, other inputs, and those that count from the
+# end of the prompt or of the text, or by the clock.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (),
     "force_words_ids": (), "penalty_alpha": (0,), "dola_layers": (), "guidance_scale": (1,),
@@ -55,7 +51,7 @@ USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # where a
 
 
 def settings(config: Any, names: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Those of these settings that a generation config has and that change something."""
+    """The settings among `names` that this generation config has and that change something."""
     values = {name: getattr(config, name, None) for name in names}
     return {n: value for n, value in values.items() if value is not None and value not in names[n]}
 
@@ -68,8 +64,8 @@ def followed(config: Any) -> dict[str, Any]:
 def processors(
     config: Any, name: str, vocab: int, device: torch.device
 ) -> Callable[[Draft, Tensor], Tensor]:
-    """What the config of the model called `name` makes of the logits [B, N, V] after a draft's
-    nodes; V: `vocab`. Raises UserError if it has a setting that cannot be followed."""
+    """The processors of logits [B, N, V] that a generation config asks for. `name`: the model's,
+    for messages; `vocab`: V. Raises UserError if it has a setting that cannot be followed."""
     _refuse(settings(config, REFUSED), name)
     steps: dict[str, Processor] = {}
     for setting, value in followed(config).items():
@@ -101,8 +97,8 @@ def _step(setting: str, value: Any, eos: list[int], vocab: int, device: torch.de
 
 
 def sampling(config: Any, name: str) -> Sampling:
-    """The model's own sampling, greedy unless `do_sample`; what the config does not say is as
-    usual in transformers. Raises UserError for a cut that `Sampling` does not know."""
+    """The model's own sampling: greedy unless `do_sample`, and transformers' default for a value
+    that the config does not give. Raises UserError for a cut that `Sampling` does not know."""
     if not getattr(config, "do_sample", False):
         return Sampling()
     _refuse(settings(config, NO_CUTS), name)
@@ -123,21 +119,17 @@ def stops(config: Any, name: str) -> list[int]:
 
 
 def warn_of_no_end(config: Any, own: Any, name: str) -> None:
-    """Say so, once, if no token ends a text by the generation config, but one by config.json."""
+    """Warn, once, of a model whose generation config names no EOS, though its config.json does."""
     if not stops(config, name) and own.eos_token_id is not None:
-        _warn_of_no_end(name, str(own.eos_token_id))
+        warn_once(
+            "generation_config.json of %s names no EOS, so texts run to their limit, as in "
+            "transformers; the eos_token_id %s of config.json does not count",
+            name, str(own.eos_token_id),
+        )  # fmt: skip
 
 
-@cache
-def _warn_of_no_end(name: str, eos: str) -> None:
-    log.warning(
-        "generation_config.json of %s names no EOS, so texts run to their limit, as in "
-        "transformers; the eos_token_id %s of config.json does not count", name, eos,
-    )  # fmt: skip
-
-
-def _refuse(found: dict[str, Any], name: str) -> None:
-    for setting, value in found.items():
+def _refuse(unsupported: dict[str, Any], name: str) -> None:
+    for setting, value in unsupported.items():
         raise UserError(
             f"{_sets(name, setting, value)}, which changes the text and is not followed here: "
             "remove it there to generate without it"

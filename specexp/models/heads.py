@@ -104,8 +104,8 @@ def layer_config(settings: Mapping[str, Any]) -> Any:
     """The LlamaConfig of an EAGLE layer by those of these settings that are not None."""
     from transformers import LlamaConfig  # a second of imports, only where a head is built
 
-    given = {name: settings[name] for name in LAYER if settings.get(name) is not None}
-    return LlamaConfig(**given, num_hidden_layers=1, attn_implementation="sdpa")
+    chosen = {name: settings[name] for name in LAYER if settings.get(name) is not None}
+    return LlamaConfig(**chosen, num_hidden_layers=1, attn_implementation="sdpa")
 
 
 class Layer(nn.Module):
@@ -132,13 +132,13 @@ class Layer(nn.Module):
 
 
 class Eagle(nn.Module):
-    """Autoregression on features: the feature of one place and the token of the next give the
-    feature of the next place, and that gives the logits of the token after it.
+    """Autoregression on features: the feature of position t and the token of position t + 1 give
+    the feature of t + 1, and that gives the logits of the token of t + 2.
 
     (Li et al. 2024, EAGLE, section 3; Li et al. 2025, EAGLE-3, section 3.1.) Called like a
-    transformers model. `features` [B, n, E]: the target's (see `fuse`) or its own. Returns
-    `hidden_states[-1]` [B, n, E], the features it made, and logits [B, n, V], or of the last
-    `logits_to_keep` places, which are -inf for tokens outside the draft vocabulary."""
+    transformers model. `features` [B, n, E]: the target's (see `fuse`) or its own. Returns its new
+    features as `hidden_states[-1]` [B, n, E], and logits [B, n, V], or those of the last
+    `logits_to_keep` positions; tokens outside the draft vocabulary get -inf."""
 
     d2t: Tensor
 
@@ -189,7 +189,7 @@ class Eagle(nn.Module):
     def features(
         self, tokens: Tensor, features: Tensor, position_ids: Tensor, **attention: Any
     ) -> Tensor:
-        """One step of the layer; returns the features [B, n, E] of the next places."""
+        """One step of the layer; returns the features [B, n, E] of the next positions."""
         embedded = self.borrowed[0](tokens).to(features.dtype)
         attention["position_embeddings"] = self.rotary(features, position_ids)
         if self.shape.fused:

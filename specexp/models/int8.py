@@ -58,9 +58,9 @@ def method(config: Any) -> str:
 
 
 def unpack(module: Any, dtype: torch.dtype, refused: str) -> None:
-    """Let a library unpack the weights of a quantised folder, which some do at the first pass;
-    matrices that it left in fewer bits than `dtype` are widened. Raises UserError, a line
-    that begins with `refused`, if that pass fails."""
+    """Run a first pass, in which some libraries unpack the weights of a quantised folder; matrices
+    that they left in fewer bits than `dtype` are widened before. Raises UserError, a line that
+    begins with `refused`, if that pass fails."""
     for name, weight in module.named_parameters():
         narrow = weight.dtype in (torch.bfloat16, torch.float16)
         if name.endswith(".weight") and narrow and type(weight.data) is Tensor:
@@ -100,7 +100,7 @@ def held(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def by_address(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """The plain tensors behind these by their address: one that is shared is there once."""
+    """The plain tensors behind these, by address: a shared one occurs once."""
     return {x.data_ptr(): x for x in held(tensors)}
 
 

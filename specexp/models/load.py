@@ -163,7 +163,7 @@ def probe(lm: LM) -> None:
 
 @contextmanager
 def _refusing(name: str, config: Any, dtype: torch.dtype) -> Iterator[None]:
-    """Raise UserError for what a module raises that was not meant to be run so: anything."""
+    """Raise UserError for any exception of a module, which may not be made to run over trees."""
     try:
         yield
     except Exception as e:
@@ -177,42 +177,45 @@ def _unservable(name: str, config: Any, why: str) -> UserError:
 
 
 def _probe_length(lm: LM) -> int:
-    """The tokens of the longer prefix: past all limits below the context, if read in seconds."""
+    """The tokens of the longer prefix of a probe: enough to pass every length in the config at
+    which the model may behave otherwise (a window, a chunk, ...), if that many are read in
+    seconds."""
     described = lm.config.to_dict() if hasattr(lm.config, "to_dict") else {}
     sizes = {k: v for k, v in fields(described) if LIMITS.search(k) and type(v) is int}
-    below = {k: v for k, v in sizes.items() if 6 <= v < lm.context - 3 * len(TREE)}
-    wanted = max(below.values(), default=0) + 6
+    within = {k: v for k, v in sizes.items() if 6 <= v < lm.context - 3 * len(TREE)}
+    enough = max(within.values(), default=0) + 6
     most = int(WORK * (50 if lm.device.type == "cuda" else 1) / max(1, lm.parameters))
-    if wanted > most:
+    if enough > most:
         log.warning(
             "%s was compared with its module on %d tokens: %s of its config lies beyond",
-            lm.name, most, ", ".join(k for k, v in below.items() if v > most - 6),
+            lm.name, most, ", ".join(k for k, v in within.items() if v > most - 6),
         )  # fmt: skip
-    return max(6, min(wanted, most))
+    return max(6, min(enough, most))
 
 
 @torch.inference_mode()
 def _difference(lm: LM, length: int) -> float:
-    """The relative difference between the logits of two rounds over trees, in a batch with prefixes
-    of `length` tokens and of one, and the module's own of each path alone, where both are finite.
+    """The relative difference between an LM's logits in two rounds over a tree and those of its
+    module, which reads each path alone and without a cache; infinite logits aside.
 
-    The first round accepts the tree's deepest path, which is moved. In the longer row only that
-    path is compared: each costs a pass over its text.
+    The batch has a prefix of `length` tokens and one of a single token. The first round accepts the
+    tree's deepest path, so that keys are moved. In the longer row only that path is compared, since
+    each costs a pass over its text.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(lm.vocab, (length + 1 + 4 * len(TREE),), generator=generator).to(lm.device)
     prefixes = [ids[:length].tolist(), ids[length : length + 1].tolist()]
-    guesses = ids[length + 1 :].view(2, 2, -1)[:, :, 1:]
+    drafted = ids[length + 1 :].view(2, 2, -1)[:, :, 1:]  # [rounds, rows, nodes but the root]
     seqs = Sequences.of(prefixes, 2 * len(TREE), slack=2 * len(TREE), device=lm.device)
     nodes = TREE.nodes(lm.device)
-    leaves = sorted(set(range(len(TREE))) - set(TREE.parents))
+    leaves = [node for node, children in enumerate(TREE.degrees) if not children]
     paths = [nodes.ancestors[0, leaf].nonzero()[:, 0] for leaf in leaves]
     deepest = max(paths, key=len)
     lm.room = len(TREE)
     lm.allocate(*seqs.tokens.shape)
     lm.prefill(seqs, 0, length - 1)
     ours, reference = [], []
-    for tokens in guesses:
+    for tokens in drafted:
         draft = seqs.draft(nodes, tokens)
         logits = lm.verify(seqs, draft).logits
         for row, text in enumerate(seqs.tokens):
@@ -226,9 +229,9 @@ def _difference(lm: LM, length: int) -> float:
         verdict = draft.judged(deepest.expand(2, -1), last, last)
         lm.keep(seqs, draft, verdict)
         seqs.commit(verdict)
-    theirs, mine = torch.cat(reference), torch.cat(ours)
-    finite = mine.isfinite() & theirs.isfinite()
-    return float((mine - theirs)[finite].float().norm() / theirs[finite].float().norm())
+    own, true = torch.cat(ours), torch.cat(reference)
+    finite = own.isfinite() & true.isfinite()
+    return float((own - true)[finite].float().norm() / true[finite].float().norm())
 
 
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:

@@ -1,10 +1,10 @@
-"""What each layer of a model remembers and how far back it reads, and the memory a run needs, from
-configs alone: weights, KV cache and workspace.
+"""What a model's config says of its layers, and the memory that a run needs: weights, KV cache and
+workspace.
 
-The workspace is the peak of tensors alive in one pass, or while its logits are judged. It is
-counted tensor by tensor for the passes of fused.py and the rules of rules.py (the bench suite
-`memory` measures both); other networks come close. Memory that a library uses inside one operation
-is not included. Nothing here loads or allocates anything. `free_memory` says what there is.
+The workspace is the most that tensors take at any time of a pass, or while its logits are judged.
+It is counted tensor by tensor for the passes of fused.py and the rules of rules.py; other networks
+come close. Memory that a library uses inside one operation is not included. Nothing here loads or
+allocates anything. `free_memory` says how much there is.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Layer:
 
 
 def layers(config: Any, reach: int = 1 << 30) -> tuple[Layer, ...]:
-    """The layers of a model with this config, over texts of up to `reach` tokens: a window or chunk
-    that is no shorter is none."""
+    """The layers of a model with this config. reach: the longest text in tokens; a window or chunk
+    that is as long counts as none."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     sharing = getattr(config, "kv_sharing_modes", None)
     described = []
@@ -82,7 +82,7 @@ def layers(config: Any, reach: int = 1 << 30) -> tuple[Layer, ...]:
 
 
 def configs(config: Any) -> list[Any]:
-    """The config of each layer: the model's own, except for what it says of single layers."""
+    """The config of each layer: the model's own, or the layer's where the model gives it one."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config] * config.num_hidden_layers
@@ -90,7 +90,7 @@ def configs(config: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes."""
+    """The memory of a run, in bytes."""
 
     weights: int
     cache: int
@@ -157,16 +157,18 @@ def rounded(slots: int) -> int:
 
 
 def kept(span: int, slots: int, room: int) -> int:
-    """How many of a row's slots a layer keeps that reads `span` positions back (0: all), where a
-    round may write `room` slots from the root on: what a pass of a prompt reads and writes after
-    such a round was rolled back, and one for padding; in eights, since kernels copy other masks."""
+    """How many of a row's `slots` a layer keeps if it reads `span` positions back (0: all of them).
+
+    Enough for a prefill pass after a round that wrote `room` slots was rolled back, and one slot
+    for padding; a multiple of 8, as kernels copy masks of other widths."""
     return min(slots, -(-(span + PREFILL + room - 1) // 8) * 8) if span else slots
 
 
 def slot_bytes(config: Any, itemsize: int, reach: int = 1 << 30) -> list[tuple[int, int]]:
-    """How far back layers read (`Layer.span`), and the bytes of keys and values, or of the latents
-    they are made from, that all layers with such a span keep of a slot, for texts of up to `reach`
-    tokens. Layers that share keys keep none."""
+    """Bytes per slot: (span, bytes of keys and values of all layers with this `Layer.span`).
+
+    Latent attention keeps the latents instead. Layers that share keys keep none. reach: see
+    `layers`."""
     each = list(zip(layers(config, reach), configs(config), strict=True))
     shared = (getattr(config, "indexer_types", None) or []).count("shared")
     indexers = sum(layer.kind == "indexed_attention" for layer, _ in each) - shared
@@ -179,7 +181,8 @@ def slot_bytes(config: Any, itemsize: int, reach: int = 1 << 30) -> list[tuple[i
 
 
 def row_bytes(sizes: Sequence[Sequence[int]], slots: int, room: int = 1) -> int:
-    """Bytes of keys and values of a row of so many slots, by `slot_bytes`. `room`: see `kept`."""
+    """Bytes of keys and values of a row of so many slots. sizes: from `slot_bytes`; room: see
+    `kept`."""
     return sum(size * kept(span, slots, room) for span, size in sizes)
 
 

@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from specexp.sequences import Draft
 
 Processor: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From texts [B, N, S] of `length` [B, N] tokens (anything behind them) and the logits [B, N, V] of
-the token after each to the logits that are used in their place."""
+"""A function of texts [B, N, S] (arbitrary tokens behind their `length` [B, N]), these lengths, and
+the logits [B, N, V] of the token after each text; it returns the logits to use in their place."""
 
 ANY, NONE = -1, -2  # in a sequence to match: any token; in a text: no token
 
@@ -45,8 +45,8 @@ class Processors:
 
 
 def texts(draft: Draft) -> tuple[Tensor, Tensor]:
-    """The text of each node, itself included: tokens [B, N, S + 1], of which `length` [B, N] count.
-    S: slots of a row; the last place takes what is in no text."""
+    """The text of each node, itself included: tokens [B, N, S + 1], of which the first `length`
+    [B, N] count. S: slots of a row; nodes off the path are written to the last place, unread."""
     seqs, nodes = draft.text, draft.nodes
     (B, N), S = draft.tokens.shape, seqs.tokens.shape[1]
     slots = seqs.places(nodes.depth)
@@ -88,10 +88,10 @@ class NoRepeatNgram:
         if self.n > text.shape[-1]:
             return logits
         grams = text.unfold(-1, self.n, 1)  # [B, N, S - n + 1, n]
-        begun = _tail(text, length, self.n - 1)
+        last = _tail(text, length, self.n - 1)
         end = torch.arange(self.n, text.shape[-1] + 1, device=text.device)
-        again = (grams[..., :-1] == begun[:, :, None]).all(-1) & (end <= length[..., None])
-        repeats = _present(grams[..., -1], again, logits.shape[-1])
+        begins_alike = (grams[..., :-1] == last[:, :, None]).all(-1) & (end <= length[..., None])
+        repeats = _present(grams[..., -1], begins_alike, logits.shape[-1])
         return logits.masked_fill(repeats, -torch.inf)
 
 
@@ -132,7 +132,7 @@ def _tail(text: Tensor, length: Tensor, count: int) -> Tensor:
 
 
 def _present(tokens: Tensor, where: Tensor, V: int) -> Tensor:
-    """[B, N, V] bool: the tokens that tokens [B, N, n] has where `where` [B, N, n]."""
+    """[B, N, V] bool: whether a token occurs among tokens [B, N, n], where `where` [B, N, n]."""
     index = torch.where(where, tokens, V).clamp(max=V)
     none = torch.zeros(*tokens.shape[:2], V + 1, dtype=torch.bool, device=tokens.device)
     return none.scatter(-1, index, True)[..., :V]

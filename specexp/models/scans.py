@@ -1,10 +1,11 @@
-"""Recurrences over all tokens of a draft at once, from one state a row.
+"""Linear recurrences over all tokens of a draft at once, from one state per row.
 
-A recurrence S <- decay S + key (x) write, which a query reads, is a sum over what a token sees. So
-keys, writes, decays and the columns of convolutions are kept by slot, as attention keeps its keys
-and values; the state before them is read once for all nodes, and a new round begins by adding to it
-what was accepted. (Yang et al. 2024, Gated Delta Networks; Dao and Gu 2024, Mamba 2.) The library
-has one text of each recurrence, copied from model to model; here they are known by its names.
+The recurrence S <- decay S + key (x) write, read by a query, is a weighted sum over the tokens that
+the query sees. So the key, the write and the decay of each token, and its column of a convolution's
+input, are kept by slot, as attention keeps keys and values. A pass reads the state S once for all
+nodes, and adds what the slots on each node's path contribute. The next round first adds the
+accepted tokens to S. (Yang et al. 2024, Gated Delta Networks; Dao and Gu 2024, Mamba 2.)
+transformers copies one text of each recurrence from model to model: SCANS has its names.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from specexp.ops import op
 from specexp.tree import Branches
 
 Parts: TypeAlias = dict[tuple[str, int], Tensor]
-"""What is kept for one module [b, ...], by kind and number."""
+"""The states of one module, or what it keeps by slot: tensors [b, ...] by kind and number."""
 
-NOWHERE, NOTHING, FIRST = 0, 1, 2  # entries: where padding is written; empty; the first slot's
+# entries of a buffer: 0 takes what is written for padding, 1 stays empty, 2 is the first slot's
+NOWHERE, NOTHING, FIRST = 0, 1, 2
 SCANS = {
     "torch_chunk_gated_delta_rule": "delta_rule",
     "chunk_kimi_delta_attention": "delta_rule",
@@ -35,8 +37,12 @@ SCANS = {
 
 @dataclass
 class Paths:
-    """What tokens at slots [b, n] see of those that are kept, `place` [b, m]: those on their path,
-    if `seen` [b, n, m], of which the first row may be what is added to the states."""
+    """What the tokens of a pass, at slots [b, n], see of the m slots that are kept.
+
+    place [b, m]: the numbers of these slots. seen [b, n, m] bool: whether a slot is on the token's
+    path. A pass that first adds slots to the states has one row more, before the others: the slots
+    that are added.
+    """
 
     seen: Tensor
     place: Tensor
@@ -44,8 +50,9 @@ class Paths:
 
     @cached_property
     def between(self) -> Tensor:
-        """Whether the write of a slot decays by another's before a token reads it [b, m, n * (1 +
-        m)], and the state before that."""
+        """[b, m, n * (1 + m)]: 1 where the decay of a slot (the first m) acts on the state, or on
+        the write of a slot (1 + m), before a token (n) reads it: the token sees the decaying slot,
+        which comes after the other."""
         place = self.place
         after = place[:, None, :] > place[:, :, None]  # [b, m, m]: slot l is after slot j
         after = nn.functional.pad(after, (0, 0, 1, 0), value=True)  # and all are after the state
@@ -53,7 +60,7 @@ class Paths:
 
     @cached_property
     def weights(self) -> Tensor:
-        """[b, 1, 1, n, 1 + m]: 1 for the state and for what is seen, else 0."""
+        """[b, 1, 1, n, 1 + m]: 1 for the state and for the slots that a token sees, else 0."""
         return nn.functional.pad(self.seen, (1, 0), value=True).float()[:, None, None]
 
     @cached_property
@@ -63,23 +70,25 @@ class Paths:
 
     @cached_property
     def earlier(self) -> Tensor:
-        """[b, 1, n, n]: 1 for tokens of earlier slots, and of those in one slot for the last."""
+        """[b, 1, n, n]: 1 where a token (the last n) has an earlier slot than another; of tokens
+        that share a slot only the last one counts."""
         last = nn.functional.pad(self.slots.diff() != 0, (0, 1), value=True)
         return ((self.slots[:, None] < self.slots[..., None]) & last[:, None])[:, None].float()
 
     def decays(self, g: Tensor) -> Tensor:
-        """By what the state and then the write of each slot have decayed at a token
-        [b, H, k, n, 1 + m], by their logarithms g [b, m, H, k]; 0 for a slot that it does not
-        see."""
-        w = (g.flatten(2).mT @ self.between).exp()
-        return w.view(len(w), *g.shape[2:], *self.weights.shape[3:]) * self.weights
+        """[b, H, k, n, 1 + m]: the factors by which the state, and then the write of each slot,
+        have decayed when a token reads them; 0 for a slot that it does not see. g [b, m, H, k]: the
+        logarithm of each slot's decay."""
+        factors = (g.flatten(2).mT @ self.between).exp()
+        return factors.view(len(factors), *g.shape[2:], *self.weights.shape[3:]) * self.weights
 
 
 class Window:
-    """The last `size` slots of `batch` rows, and where a pass reads and writes in them: of those
-    after the states, and of `back` columns that a convolution reads, which may lie before.
+    """Where a pass reads and writes the slots that are kept: the last `size` of each of `batch`
+    rows.
 
-    `based` [B]: how many tokens of each row are in its states.
+    They are the slots after those in the states and, before them, as many as a convolution reads:
+    `back` columns. `based` [B]: how many tokens of each row are in its states.
     """
 
     def __init__(self, batch: int, size: int, back: int, device: Any) -> None:
@@ -87,13 +96,13 @@ class Window:
         self.based = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def entries(self, rows: slice, slots: Tensor) -> Tensor:
-        """Where slots [b, n] of these rows are kept; those before the first are empty."""
+        """The entries of slots [b, n] of these rows; that of a slot before the text is empty."""
         at = entries_of(rows, slots.flatten(1), self.size)
         return torch.where(slots < 0, NOTHING, at.view(slots.shape))
 
     def fold(self, place: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
-        """What the next pass adds to the states, of the entries of slots `place` [b, m]: those
-        before the first of slots [b, n]. Returns [b, 1, m]."""
+        """Which of the slots `place` [b, m] the next pass adds to the states, [b, 1, m] bool: those
+        before the first slot that it feeds, of slots [b, n]. From then on `based` counts them."""
         based = self.based[self.rows]
         until = torch.where(tokens[:, 0] < 0, based, torch.maximum(based, slots[:, 0]))
         based.copy_(until)
@@ -102,8 +111,8 @@ class Window:
     def aim(
         self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None, first: bool
     ) -> None:
-        """Make the next pass feed tokens [b, n] at these slots. `first`: what lies before them is
-        of the text, and is added to the states once they are read."""
+        """Make the next pass feed tokens [b, n] at these slots. `first`: all tokens before them are
+        committed, so the pass adds them to the states after reading these."""
         self.rows, self.folds = rows, int(first)
         based = self.based[rows, None]
         place = based + (torch.arange(self.size, device=based.device) - based) % self.size
@@ -129,21 +138,23 @@ class Window:
 
 
 def entries_of(rows: slice, slots: Tensor, size: int) -> Tensor:
-    """Where slots [b, n] of these rows are kept, the last `size` of each."""
+    """The entries of slots [b, n] of these rows, each of which keeps its last `size` slots."""
     row = torch.arange(rows.start, rows.stop, device=slots.device)[:, None]
     return FIRST + row * size + slots % size
 
 
 def spread(x: Tensor, heads: int, dim: int) -> Tensor:
-    """As many heads: each of x for as many that follow each other."""
+    """x with `heads` heads along `dim`: each head of x repeated for those that share it."""
     times = heads // x.shape[dim]
     return x if times == 1 else x.repeat_interleave(times, dim)
 
 
 class Scan:
-    """In a module with a state: its recurrence and its convolution over all nodes of a pass.
+    """Runs a module with a state over all nodes of a pass: `forward` is the module's own, with its
+    recurrence and its convolution replaced by those of this class.
 
-    `sizes`: what it keeps of a slot, and the state of a row, after one token.
+    `known`: whether these are all that it has. `window`: what a pass reads and writes; without one
+    the module is only examined, and what it keeps of a slot is noted in `sizes`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -164,8 +175,8 @@ class Scan:
         self.window: Window | None = None
         self.buffers: Parts = {}
 
-    def _kept(self, name: str, x: Tensor) -> None:
-        """Write x [b, n, ...] at this pass's slots."""
+    def _store(self, name: str, x: Tensor) -> None:
+        """Keep x [b, n, ...] at this pass's slots."""
         if self.window is None:
             self.sizes[name, 0] = x[:1, 0]
         else:
@@ -176,8 +187,9 @@ class Scan:
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None,
         activation: str | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        """x [b, C, n], weight [C, k]; each node with those before it on its path."""
-        self._kept("conv", x.transpose(1, 2))
+        """x [b, C, n], weight [C, k]: the convolution of each node with the k - 1 tokens before it
+        on its path."""
+        self._store("conv", x.transpose(1, 2))
         if self.window is None:
             return x
         at = self.window.columns[..., -weight.shape[-1] :]
@@ -211,7 +223,7 @@ class Scan:
         y = y if D is None else y + x * D[:, None]
         return (y.to(x.dtype), x) if return_final_states else y.to(x.dtype)
 
-    def _here(self) -> tuple[Tensor, ...]:
+    def _kept(self) -> tuple[Tensor, ...]:
         """Keys, decays and writes [b, m, ...] and states [b, H, K, V] of this pass's rows."""
         assert self.window is not None
         rows, m = self.window.rows, self.window.size
@@ -221,13 +233,13 @@ class Scan:
         return (*(x.unflatten(0, (-1, m)) for x in kept), state)
 
     def fold(self) -> None:
-        """Add to the states what the window says."""
+        """Add to the states the slots that the window chose (`Window.fold`)."""
         if self.window and ("recurrent", 0) in self.buffers:
-            keys, decays, writes, state = self._here()
+            keys, decays, writes, state = self._kept()
             self._fold(self.window.paths.decays(decays)[..., 0, :], keys, writes, state)
 
     def _fold(self, w: Tensor, keys: Tensor, writes: Tensor, state: Tensor) -> None:
-        """By decays w [b, H, k, 1 + m]."""
+        """The same, given the factors w [b, H, k, 1 + m] by which each has decayed."""
         x, y = (writes, keys) if self.turned else (spread(keys, w.shape[1], 2), writes)
         x = x.permute(0, 2, 3, 1) * w[..., 1:]
         y = y.transpose(1, 2).flatten(0, 1)  # one matrix for all heads that share a key, if turned
@@ -238,20 +250,23 @@ class Scan:
     def _scan(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
     ) -> Tensor:
-        """q, k [b, n, G, K] (each for H / G heads), v [b, n, H, V], g [b, n, H, 1 or K],
-        beta [b, n, H]: of the delta rule, which writes what its key does not yet read."""
+        """The recurrence: what the queries read, [b, n, H, V].
+
+        q, k [b, n, G, K], each for H / G heads; v [b, n, H, V]; g [b, n, H, 1 or K], logarithms of
+        decays; beta [b, n, H] for the delta rule alone, which writes the part of v that its key
+        does not yet read."""
         window, H = self.window, v.shape[2]
         b, n = k.shape[:2]
         if window is None:
-            for name, kept in (("key", k), ("decay", g), ("write", v)):
-                self._kept(name, kept)
+            for name, part in (("key", k), ("decay", g), ("write", v)):
+                self._store(name, part)
             return v
-        self._kept("key", k)
-        self._kept("decay", g)
-        keys, decays, writes, state = self._here()
+        self._store("key", k)
+        self._store("decay", g)
+        keys, decays, writes, state = self._kept()
         paths = window.paths
         w = paths.decays(decays)
-        past, w = w[..., 0, :], w[..., window.folds :, :]
+        fold_decays, w = w[..., 0, :], w[..., window.folds :, :]
         x = (q if beta is None else torch.cat([q, k], 1)).transpose(1, 2)  # q, then keys to read by
         each = (-1, n)  # of [b, H, n or 2n, ...], as [b, H, 1 or 2, n, ...]
         left = w[..., 0].mT[:, :, None]  # [b, H, 1, n, k]
@@ -268,15 +283,16 @@ class Scan:
         scores = scores.flatten(2, 3)
         if beta is not None:
             rate = beta.transpose(1, 2)[..., None]
-            (read, known), (scores, among) = read.split(n, 2), scores.split(n, 2)
-            v = rate * (v.transpose(1, 2) - known - (among * paths.prior) @ writes.transpose(1, 2))
-            if n > 1:
+            (read, by_key), (scores, key_scores) = read.split(n, 2), scores.split(n, 2)
+            of_prior = (key_scores * paths.prior) @ writes.transpose(1, 2)
+            v = rate * (v.transpose(1, 2) - by_key - of_prior)
+            if n > 1:  # the tokens of this pass read each other's writes
                 own = window.own[:, None, None].expand(b, H, n, -1)
-                among = rate * among.gather(3, own) * paths.earlier
+                among = rate * key_scores.gather(3, own) * paths.earlier
                 v = torch.linalg.solve_triangular(among, v, upper=False, unitriangular=True)
             v = v.transpose(1, 2)
-        self._kept("write", v)
+        self._store("write", v)
         y = (read + scores @ writes.transpose(1, 2)).transpose(1, 2).contiguous()
         if window.folds:
-            self._fold(past, keys, writes, state)
+            self._fold(fold_decays, keys, writes, state)
         return y

@@ -20,8 +20,8 @@ SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head", "max_position_em
 
 
 def sound(described: dict[str, Any], source: str) -> None:
-    """Refuse what a config.json says before anything is built from it: sizes that are none, numbers
-    that are not, and code from a hub."""
+    """Raise UserError for a config.json with impossible values (sizes below 1, NaN, names that are
+    no text) or code from a hub, before anything is built from it."""
     for path, value in fields(described):
         name, wrong = path.rpartition(".")[2], ""
         if "implementation" in path and isinstance(value, str):
@@ -46,13 +46,14 @@ def sound(described: dict[str, Any], source: str) -> None:
 
 
 def inside(file: Any) -> bool:
-    """Whether this is the name of a file in a folder, and not a path to elsewhere. Where a link of
-    that name leads is not asked: the caches of hubs consist of links."""
+    """Whether this is the name of a file in a folder, and not a path to elsewhere. A link of that
+    name may lead anywhere: the caches of hubs consist of links."""
     return isinstance(file, str) and Path(file).name == file and file != ".."
 
 
 def fields(described: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field, and those of the configs within, as `text_config.num_hidden_layers`."""
+    """Every field with its value; those of a config within are named
+    `text_config.num_hidden_layers`."""
     for name, value in described.items():
         yield f"{within}{name}", value
         listed = value if isinstance(value, list) else [value]
@@ -66,11 +67,12 @@ def _list(value: Any) -> list[Any]:
 
 
 def limits(config: Any) -> dict[str, int]:
-    """The longest sequences of a model with this config, by the field that says so.
+    """The longest sequences that a model with this config can be run on, by the field that limits
+    them.
 
-    A pass longer than `longrope`'s short factors reach would change the rotation of every row; past
-    `floor_scale`, Llama 4 scales queries by their slot; past `keep_window_size`, Doge drops keys by
-    the number of slots.
+    Besides the context, some fields limit what is exact over a static cache: past the reach of
+    `longrope`'s short factors the rotation of every row would change; past `floor_scale`, Llama 4
+    scales queries by their slot; past `keep_window_size`, Doge drops keys by the number of slots.
     """
     lengths = {name: getattr(config, name, None) for name in (*CONTEXTS, "keep_window_size")}
     rope = getattr(config, "rope_parameters", None) or {}

@@ -114,8 +114,7 @@ def read_csv(path: str | Path, count: int | None = None) -> Arrivals:
 
 
 def parse(load: str, count: int, seed: int = 0) -> Arrivals | Closed:
-    """The load of that name, `count` requests of it; of a trace the first `count`. Raises
-    UserError."""
+    """The first `count` requests of the load of that name. Raises UserError for another name."""
     kind, _, argument = load.partition(":")
     try:
         if kind == "closed":

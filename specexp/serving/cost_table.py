@@ -34,7 +34,7 @@ AXES = {
     "catch_up": ("lengths",),
 }
 
-CALM = 8  # plain steps after a draft until they run at full speed: its weights leave the caches
+CALM = 8  # plain steps after a draft until its weights have left the caches: those are slower
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Costs:
 
     @property
     def packs(self) -> bool:
-        """Whether the target's passes leave out padding; if not, it costs as much as tokens."""
+        """Whether the target's passes leave out padding; otherwise it costs as much as tokens."""
         return self.about.get("passes") == "native"
 
     @property
@@ -161,8 +161,8 @@ class Costs:
         return bool(self.about.get("reads"))
 
     def plan_s(self, budget: Sequence[int], context: float) -> float:
-        """A round in which each row has a draft length of its own; -1: it is not decoded. All that
-        draft are taken to draft as deep as the deepest."""
+        """A round in which each row has a draft length of its own (-1: it is not decoded). Drafting
+        is priced as if all rows that draft were as deep as the deepest."""
         deepest = max(budget)
         if not self.packs:
             return self.round_s(len(budget), deepest, context)
@@ -187,8 +187,8 @@ class Costs:
         return tokens * self.step_s(batch, context) / self.round_s(batch, gamma, context)
 
     def sparing(self, share: float) -> Costs:
-        """This table for a drafter that makes only this share of the tokens asked for: cheaper to
-        verify where passes leave out padding."""
+        """This table for a drafter that makes only this share of the planned draft tokens, which
+        are cheaper to verify where passes leave out padding."""
         if not self.packs:
             return self
         fed = [1 + share * (tokens - 1) for tokens in self.tokens]
@@ -263,5 +263,5 @@ def _span(axis: tuple[int, ...], x: float) -> tuple[int, int, float]:
 
 
 def _between(a: float, b: float, w: float) -> float:
-    """Linear from a to b; past b (w > 1) never falling."""
+    """From a (w = 0) to b (w = 1) linearly; past b never falling."""
     return b if w >= 1 and b <= a else a * (1 - w) + b * w

@@ -54,8 +54,8 @@ class Goodput:
         self.choice.left += seconds is None  # a trial goes on until it has been timed
 
     def digest(self) -> None:
-        """Update all estimates on the rounds since the last decision. At once, since code that was
-        pushed out of the caches is slow: learning after every round would cost more."""
+        """Update all estimates on the rounds since the last decision, in one go: after every round
+        it would cost more, as this code has left the CPU's caches by then."""
         acceptance = self.acceptance
         for _, plan, steps, _ in self.unread:
             if plan.tree.depth:
@@ -85,9 +85,8 @@ class Goodput:
 
 
 class Acceptance:
-    """How likely draft tokens are accepted at each depth: counts of accepted over judged draft
-    tokens that fade with time and start from a prior. deepest: draft tokens of the longest draft.
-    """
+    """The acceptance rate of draft tokens at each depth: counts of accepted and of judged draft
+    tokens, which fade with time and start from a prior. deepest: the longest draft, in tokens."""
 
     prior = 0.8  # acceptance before anything is known: high, so that drafts are tried
     prior_tokens = 16.0  # judged draft tokens that the prior counts for
@@ -95,8 +94,8 @@ class Acceptance:
     plain_fade = 0.999  # and while nobody does
 
     def __init__(self, deepest: int) -> None:
-        self.judged, self.accepted = [0.0] * deepest, [0.0] * deepest  # to the first rejected
-        self.requested = self.drafted = 0.0  # draft tokens that rows might have had, and had
+        self.judged, self.accepted = [0.0] * deepest, [0.0] * deepest  # by depth
+        self.requested = self.drafted = 0.0  # draft tokens that were planned, and that were made
 
     def tokens(self, above: float = 0.0) -> list[float]:
         """[draft length, from 0]: expected tokens of a row's round. The acceptance of each depth is
@@ -115,7 +114,7 @@ class Acceptance:
         return (self.drafted + self.prior_tokens) / (self.requested + self.prior_tokens)
 
     def learn(self, plan: Plan, steps: Sequence[Step]) -> None:
-        """Count the draft tokens of a round, judged and accepted."""
+        """Count a round's draft tokens; those after the first rejected one were not judged."""
         for step in steps:
             requested = plan.depth(step.row)
             for i in range(min(step.accepted + 1, requested)):
@@ -132,12 +131,12 @@ class Acceptance:
 
 
 class Choice:
-    """The draft length in force, when to think about it again, and when to try another.
+    """The settled draft length, when to decide it anew, and when to try another.
 
     It is replaced by the one with the highest rate if that gains more than `margin`: the highest of
-    several estimates is probably too high (the winner's curse). Deciding takes time: it happens
-    every `interval` rounds and when rows come or go, and ever less often, up to every
-    `longest_interval` rounds, while nothing changes.
+    several estimates is probably too high (the winner's curse). Deciding takes time, so it happens
+    every `interval` rounds and when rows come or go; while nothing changes, ever less often, down
+    to once in `longest_interval` rounds.
 
     Every `gap` rounds, `trial` rounds go to the length that would be best if its time, and, where
     nobody drafts, acceptance too, were a standard error better than it seems (optimism in the face
@@ -156,8 +155,8 @@ class Choice:
     def __init__(self) -> None:
         self.settled = self.rows = 0  # the draft length, and the rows for which it was settled
         self.rounds = self.left = 0  # rounds so far, and until the next decision
-        self.wait = self.interval  # rounds from that to the one after it
-        self.trial_at = self.gap = self.first_gap  # the round of the next trial, and from that on
+        self.wait = self.interval  # rounds from the next decision to the one after it
+        self.trial_at = self.gap = self.first_gap  # the next trial's round; rounds to the one after
 
     def due(self) -> bool:
         """Count a round; whether it is time for a decision."""
@@ -213,7 +212,7 @@ class Choice:
 
 class Prices:
     """What a round costs here and now: the cost table, corrected for today's machine, and the
-    drafter's prefill. deepest: draft tokens of the longest draft.
+    drafter's prefill. deepest: the longest draft, in tokens.
 
     The table was measured on a calm machine; how much longer rounds take now is learned for each
     draft length, apart for 1, 2, 3-4, 5-8, ... rows (`Slowdown`). A drafter that reads prompts must
@@ -228,40 +227,41 @@ class Prices:
     def __init__(self, costs: Costs, deepest: int) -> None:
         self.costs, self.deepest = costs, deepest
         self.slowdowns: dict[int, Slowdown] = {}  # by size class
-        self.plainly = self.calm  # rounds since somebody drafted
-        # requests that arrived, tokens of them that the drafter had not read, and the rounds in
-        # which they came; all three fade
-        self.arrived, self.lacked, self.lasted = 0.0, 0.0, self.memory
+        self.plain_rounds = self.calm  # since the last round that drafted
+        # requests that arrived, the tokens of them that the drafter had not read, and the rounds
+        # counted; all three fade
+        self.arrived, self.lacked, self.rounds = 0.0, 0.0, self.memory
 
     def seconds(
         self, load: Load, gammas: Sequence[int], filled: float, drafts: bool
     ) -> list[float]:
-        """[gammas]: expected seconds of a round with that draft length. filled: the share of the
-        draft tokens that will be made, to which passes that leave out padding are linear; drafts:
-        whether rows draft now, so that catching up is no further cost."""
-        rows, slowdown = self._paid(load), self.slowdown(load)
-        start = 0.0
+        """[gammas]: expected seconds of a round with each draft length. filled: the share of the
+        planned draft tokens that the drafter makes, on which the time of a pass that leaves out
+        padding depends linearly; drafts: whether rows draft now, so that their drafter has read
+        them already."""
+        rows, slowdown = self._rows(load), self.slowdown(load)
+        catch_up = 0.0  # seconds a round
         if self.arrived:
             lacked = self.lacked / self.arrived
-            start = self.arrived / self.lasted * self.costs.catch_up_s(lacked)
+            catch_up = self.arrived / self.rounds * self.costs.catch_up_s(lacked)
         if not drafts:
             behind = [s.behind for s in load.streams if s and s.behind]
-            start += sum(map(self.costs.catch_up_s, behind)) / self.horizon
-        made = filled if self.costs.packs else 1.0
+            catch_up += sum(map(self.costs.catch_up_s, behind)) / self.horizon
+        verified = filled if self.costs.packs else 1.0  # the share of the planned draft tokens
         seconds = []
         for gamma in gammas:
             least = self.costs.round_s(rows, gamma, load.context, 0)
             most = self.costs.round_s(rows, gamma, load.context)
-            took = least + made * (most - least) + (start if gamma else 0.0)
-            seconds.append(slowdown.factor(gamma) * took)
+            predicted = least + verified * (most - least) + (catch_up if gamma else 0.0)
+            seconds.append(slowdown.factor(gamma) * predicted)
         return seconds
 
     def slowdown(self, load: Load) -> Slowdown:
-        """That of rounds of this size class."""
-        return self.of_size(size_class(self._paid(load)))
+        """The slowdown of rounds of this load's size class."""
+        return self.of_size(size_class(self._rows(load)))
 
     def of_size(self, size: int) -> Slowdown:
-        """At first with half of the errors of the nearest size class."""
+        """The slowdown of a size class; a new one begins with half the errors of the nearest."""
         if size not in self.slowdowns:
             new = Slowdown(self.deepest)
             if self.slowdowns:
@@ -275,37 +275,37 @@ class Prices:
         ratios = defaultdict[tuple[int, int], list[float]](list)  # measured over predicted time
         for load, plan, steps, seconds in rounds:
             gamma, behind = plan.tree.depth, 0
-            self.plainly = 0 if gamma else self.plainly + 1
+            self.plain_rounds = 0 if gamma else self.plain_rounds + 1
             for row, stream in enumerate(load.streams):
                 if stream and (lacks := stream.behind):
                     if not stream.rounds:
                         self.arrived, self.lacked = self.arrived + 1, self.lacked + lacks
                     if plan.depth(row):
                         behind += lacks
-            calm = gamma or self.plainly > self.calm
+            calm = gamma or self.plain_rounds > self.calm
             if calm and behind < LONG and seconds is not None:
-                rows = self._paid(load)
+                rows = self._rows(load)
                 drafted = sum([s.drafted for s in steps]) if self.costs.packs else gamma * rows
                 predicted = self.costs.round_s(rows, gamma, load.context, drafted)
                 predicted += self.costs.catch_up_s(behind) if behind else 0.0
                 ratios[size_class(rows), gamma].append(seconds / predicted)
         for (size, gamma), each in ratios.items():
             self.of_size(size).observe(gamma, median(each), len(each))
-        self.lasted += len(rounds)
+        self.rounds += len(rounds)
 
     def forget(self, share: float) -> None:
         """Let the counts of requests fade to this share."""
         self.arrived, self.lacked = share * self.arrived, share * self.lacked
-        self.lasted *= share
+        self.rounds *= share
 
-    def _paid(self, load: Load) -> int:
-        """Rows that a pass is paid for."""
+    def _rows(self, load: Load) -> int:
+        """The rows that a pass computes: not the free ones if it leaves out padding."""
         return load.rows - load.streams.count(None) if self.costs.packs else load.rows
 
 
 def size_class(rows: int) -> int:
-    """0, 1, 2, 3, ... for 1, 2, 3-4, 5-8, ... rows: the table errs in another way about one row
-    than about eight."""
+    """0, 1, 2, 3, ... for 1, 2, 3-4, 5-8, ... rows: the table's error for one row is not that for
+    eight."""
     return (rows - 1).bit_length()
 
 

@@ -43,8 +43,8 @@ class Table(Policy):
 
 @dataclass
 class InTurn(Policy):
-    """Drafts gamma tokens for all rows, for half of them and for none, by turns: all that a server
-    can be asked to do. For checks, not for speed."""
+    """Drafts gamma tokens for all rows, for half of them and for none, by turns, so that a check
+    meets every kind of round."""
 
     gamma: int
     rounds: int = field(default=0, init=False)
@@ -55,8 +55,9 @@ class InTurn(Policy):
 
     def choose(self, load: Load) -> Plan:
         self.rounds += 1
-        some = (load.rows, load.rows // 2, 0)[(self.rounds - 1) % 3]
-        return Plan(Tree.chain(self.gamma), (self.gamma,) * some + (0,) * (load.rows - some))
+        drafting = (load.rows, load.rows // 2, 0)[(self.rounds - 1) % 3]
+        budget = (self.gamma,) * drafting + (0,) * (load.rows - drafting)
+        return Plan(Tree.chain(self.gamma), budget)
 
 
 @dataclass
@@ -72,11 +73,12 @@ class Bandit:
     fade: float = 0.99
     hold: int = 8  # rounds that a choice is kept, since switching has a cost
 
+    # an arm is (bit length of the rows, draft length); of each: faded trials, mean of the logarithm
     tried: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     mean: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     current: tuple[int, int] = field(default=(-1, 0), init=False)
-    left: int = field(default=0, init=False)
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)
+    left: int = field(default=0, init=False)  # rounds until the next choice
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)  # tokens, seconds
 
     @property
     def widest(self) -> int:

@@ -101,10 +101,11 @@ class Row:
 
 @dataclass(frozen=True)
 class ServerStep:
-    """One step of a server. busy_s: seconds spent in the rows' passes, the rest being the
-    scheduler's overhead; waiting: requests in the queue; read: prompt tokens prefilled. Of its
-    round: live, rows being decoded; rows, those that its passes covered; speculated, those that had
-    draft tokens; draft tokens made (drafted) and accepted; tokens emitted."""
+    """One step of a server, from begin_s to end_s. busy_s: seconds in the rows' passes, the rest
+    being the scheduler's overhead; waiting: requests in the queue; read: prompt tokens prefilled.
+
+    Of its round: live, rows that were decoded; rows, those that its passes covered; speculated,
+    those that had draft tokens; drafted and accepted, draft tokens; emitted, tokens."""
 
     begin_s: float
     end_s: float

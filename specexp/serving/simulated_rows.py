@@ -31,9 +31,11 @@ class _Sequence:
 
 
 class SimulatedRows:
-    """conditional(stream): P(draft token i accepted given that token i - 1 was), i = 1, 2, ..., of
-    the request with that stream, deeper ones being like the last; filled(stream): how often a round
-    of it has a draft, by default always. overhead_s: seconds of a step besides its passes."""
+    """Rows of a server whose time and acceptance are simulated.
+
+    conditional(stream): of the request with that stream, P(draft token i accepted given that token
+    i - 1 was) for i = 1, 2, ...; deeper tokens are like the last. filled(stream): the share of its
+    rounds that have a draft, by default all. overhead_s: seconds of a step besides its passes."""
 
     steady = True  # no round is slower for being captured
     timer = nullcontext()  # its time is counted, not measured
@@ -82,8 +84,8 @@ class SimulatedRows:
         context = window(longest + self.slack, self.slots)
         depths = [min(g, tree.depth) for g in budget]
         drafts = [self._drafted(at, gamma) for at, gamma in enumerate(depths)]
-        paid = drafts if self.costs.packs else depths
-        self.time += self.costs.plan_s(paid, context) + self.overhead_s
+        computed = drafts if self.costs.packs else depths
+        self.time += self.costs.plan_s(computed, context) + self.overhead_s
         steps = []
         for at, gamma in enumerate(drafts):
             text = self.texts.get(at)

@@ -13,8 +13,8 @@ from specexp.serving.server import Server
 
 @dataclass(frozen=True)
 class Source:
-    """Requests that arrive at their own times, however many are unfinished; or, in a closed loop of
-    `concurrency` streams, as soon as one is done. `again`: the first follows the last, for ever."""
+    """Requests and when they arrive: an open load, each at its own time (`at_s`); or a closed loop
+    of `concurrency` streams, the next as soon as one is done. `again`: they repeat for ever."""
 
     requests: Sequence[Request]
     concurrency: int | None = None

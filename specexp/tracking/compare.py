@@ -87,17 +87,17 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     Metrics of one's own are shown by their names, as are all of an experiment that logged no figure
     known here. Figures of the groups in a run's tag `simulated` are marked so."""
     runs = short(runs)
-    view, given = pd.DataFrame(index=runs.index), pd.DataFrame(index=runs.index)
+    view, differing = pd.DataFrame(index=runs.index), pd.DataFrame(index=runs.index)
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
     of_one = runs.get("experiment", pd.Series("", runs.index))
     for column in (c for c in runs if c.startswith("params.")):
         values = runs[column].groupby(of_one).agg(lambda part: part.nunique(dropna=False))
         if column in NAMED or (values > 1).any():
-            part = view if column in NAMED else given
+            part = view if column in NAMED else differing
             part[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
     for fact in (f for f in provenance.FACTS if f"tags.{f}" in runs):
-        given[fact] = _differing(runs[f"tags.{fact}"])
+        differing[fact] = _differing(runs[f"tags.{fact}"])
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x", "speedup/ci")
     credible = _metric(runs, "speedup/credible", "{:.0f}")
     view["timing"] = credible.map({"0": "doubtful"}).fillna("")
@@ -118,7 +118,9 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
     view["exact"] = exact.mask(lossy, "lossy")
     view["exact to"] = _metric(runs, "exact/detectable_tv", "TV {:.2f}")
-    figures = view.drop(columns=["experiment", *_names(NAMED), *given, "exact"], errors="ignore")
+    figures = view.drop(
+        columns=["experiment", *_names(NAMED), *differing, "exact"], errors="ignore"
+    )
     answered = figures.astype(bool).any(axis=1).groupby(of_one).transform("any")
     metrics = _names(c for c in runs if c.startswith("metrics."))
     for name in metrics:
@@ -126,7 +128,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
             continue
         own = _metric(runs, name, "{:.4g}", name)
         view[name] = own.where(~answered | (name.partition("/")[0] not in GROUPS), "")
-    view = view.join(given)
+    view = view.join(differing)
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 
@@ -166,8 +168,8 @@ def _differing(texts: pd.Series) -> pd.Series:
 
 def _metric(runs: pd.DataFrame, name: str, form: str, ends: str = "") -> pd.Series:
     """A metric as text, with its interval if its ends are logged: those begin with `ends`."""
-    given = (name, *(f"{ends}_{side}" for side in ("low", "high") if ends))
-    columns = runs.reindex(columns=[f"metrics.{n}" for n in given]).itertuples(index=False)
+    names = (name, *(f"{ends}_{side}" for side in ("low", "high") if ends))
+    columns = runs.reindex(columns=[f"metrics.{n}" for n in names]).itertuples(index=False)
     simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")
     cells = []
     for (value, *between), groups in zip(columns, simulated, strict=True):

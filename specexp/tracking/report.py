@@ -185,20 +185,20 @@ def of(what: str) -> list[Run]:
     Raises UserError if there are none."""
     path, every = Path(what), results.listed("results")
     if (path / results.RESULT).is_file():
-        wanted, hint = newest(filter(results.intact, [path])), "it is damaged"
+        selected, hint = newest(filter(results.intact, [path])), "it is damaged"
     elif path.suffix in (".yaml", ".yml"):
         keys = results.keys_of(path.stem)
         named = [folder for folder in every if folder.name in keys]
-        wanted = newest(filter(results.intact, named))
+        selected = newest(filter(results.intact, named))
         hint = f"make them with `specexp grid run {what}`"
     else:
         everything = newest(filter(results.intact, every))
-        wanted = [run for run in everything if run.experiment == what]
+        selected = [run for run in everything if run.experiment == what]
         names = ", ".join(sorted({run.experiment for run in everything}))
         hint = f"there are some of {names}" if names else "run a grid or a notebook first"
-    if not wanted:
+    if not selected:
         raise UserError(f"no results of {what} in {results.root()}: {hint}")
-    return wanted
+    return selected
 
 
 def newest(folders: Iterable[Path]) -> list[Run]:
@@ -259,12 +259,12 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
 def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
     many, best = len(having), having[0]
     low, high = _interval(answer, best, many)
-    known = low < high
+    has_interval = low < high
     text = f"{best.label}: {answer.figure(best.metrics[answer.metric], low, high)}{answer.words}"
     if best.prompts:
         text += f" over {counted(best.prompts, 'prompt')}"
     text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
-    if not known:
+    if not has_interval:
         text += ", without an interval, so nothing is certain"
     elif answer.even is not None:
         clear = "certainly faster" if low > answer.even else "certainly slower"
@@ -276,7 +276,7 @@ def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
     if many == 1:
         return f"{text}."
     text += f". It is the best of {many} runs"
-    if not known:
+    if not has_interval:
         return f"{text}."
     others = ((run.label, *_interval(answer, run, many)) for run in having if run is not best)
     close = [label for label, least, most in others if most >= low and least <= high]

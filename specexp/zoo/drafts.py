@@ -1,4 +1,4 @@
-"""A draft model made from the target: some of its layers, taught on what it says itself.
+"""A draft model made from the target: some of its layers, trained on the target's own answers.
 
 The draft keeps the target's tokenizer, embeddings, last norm and LM head, and a few of its layers,
 the first and the last among them. These learn the target's whole distribution (soft cross-entropy,
@@ -51,8 +51,8 @@ def kept(L: int, layers: int) -> list[int]:
 
 
 def cut(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A model of so many of the target's layers, in float32, whose layers and last norm alone are
-    trained. Raises UserError for a model of which they cannot be told apart."""
+    """A model of so many of the target's layers, in float32; only its layers and last norm are
+    trained. Raises UserError for a model whose layers cannot be told apart."""
     config = copy.deepcopy(target.config)
     L = config.get_text_config().num_hidden_layers
     chosen = kept(L, layers)
@@ -78,8 +78,8 @@ def cut(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def questions(chats: bool) -> list[str]:
-    """Things to ask a target about the zoo's text, which only a checkout has, in random order; for
-    one that does not chat, texts to continue."""
+    """Questions about the zoo's text, which only a checkout has, in random order; texts to continue
+    for a target without a chat template (`chats` is False)."""
     train = shelf.making("corpus").gather(records=500, edits=0).train
     texts = [(ASK[kind] if chats else "") + text[:ASKED] for kind in ASK for text in train[kind]]
     return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:MOST]]
@@ -103,13 +103,13 @@ def loss_of(target: PreTrainedModel, draft: PreTrainedModel) -> Loss:
 
 
 def written(engine: Engine, prompts: Sequence[list[int]], seconds: float, file: Path) -> Documents:
-    """Those prompts that the target has room for, with its answers, batch after batch until the
-    time is over; kept in a file, where a killed run goes on."""
+    """The prompts that fit the target, each with its answer, batch after batch until the time is
+    over. They are kept in a file, from which a killed run goes on."""
     state: dict[str, list[Any]] = {"documents": [], "seconds": []}
     if file.exists():
         state = torch.load(file, weights_only=True)
     new = min(ANSWER, engine.target.context // 2)
-    prompts = [asked for asked in prompts if len(asked) + new <= engine.target.context]
+    prompts = [prompt for prompt in prompts if len(prompt) + new <= engine.target.context]
     batches = [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
     with tqdm(desc="the target writes", unit=" answers", initial=len(state["documents"])) as bar:
         for batch in batches[len(state["seconds"]) :]:
@@ -118,8 +118,8 @@ def written(engine: Engine, prompts: Sequence[list[int]], seconds: float, file: 
             begin = time.perf_counter()
             answers = engine.generate(batch, new).tokens
             state["documents"] += [
-                torch.tensor([*asked, *answer], dtype=torch.int32)
-                for asked, answer in zip(batch, answers, strict=True)
+                torch.tensor([*prompt, *answer], dtype=torch.int32)
+                for prompt, answer in zip(batch, answers, strict=True)
             ]
             state["seconds"].append(time.perf_counter() - begin)
             bar.update(len(batch))
@@ -184,12 +184,12 @@ def _steps(loss: Loss, rows: Rows, course: Course, device: str, seconds: float, 
     """How many steps take so long, as timed once and kept beside the answers."""
     state = torch.load(file, weights_only=True)
     if "steps" not in state:
-        batch, took = rows.batch(course, 0).to(device), []
+        batch, times = rows.batch(course, 0).to(device), []
         for _ in range(2):
             begin = time.perf_counter()
             loss(batch).backward()
-            took.append(time.perf_counter() - begin)
-        state["steps"] = max(FEWEST, int(seconds / took[-1]))
+            times.append(time.perf_counter() - begin)
+        state["steps"] = max(FEWEST, int(seconds / times[-1]))
         keep(file, state)
     return int(state["steps"])
 

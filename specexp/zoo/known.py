@@ -1,9 +1,9 @@
-"""Answers that are kept while nothing that decides them has changed.
+"""Answers about models and this machine, kept while nothing that decides them has changed.
 
-To say what a model is, or which kernels run here, takes torch and transformers: seconds of a core,
-beside a point that may be timed. What decides an answer is compared by size and time of change:
-specexp's code, the models here, the packages and programs that are installed, the devices, the
-environment, and the files that the answer was read from.
+To find out what a model is, or which kernels run here, takes torch and transformers: seconds of a
+core, beside a point that may be timed. An answer is kept until the size or the time of change of
+something that decides it differs: specexp's code, the models here, the packages and programs that
+are installed, the devices, the environment, and the files that the answer was read from.
 """
 
 import gc
@@ -26,13 +26,13 @@ SHELL = ("_", "SHLVL", "OLDPWD", "COLUMNS", "LINES")  # variables that decide no
 TICK = 20_000_000  # ns that a file's time of change may be behind the clock
 OWN = Path("own")  # in place of the files of code of one's own
 Answer: TypeAlias = tuple[Any, Iterable[Path] | None]
-"""Plain data, and the files and folders that decide it, those of these names that do not exist
-included; None if they are not all known, so that the answer is not kept."""
+"""Plain data, and the files and folders that decide it (names of such that do not exist included);
+None in their place if they are not all known, so that the answer is not kept."""
 
 
 class Known:
-    """Answers (and UserError or OSError raised) by question, a function and its arguments; each is
-    asked once, while no file changes.
+    """Answers to questions, each a function and its arguments. A function is called once, while no
+    file changes; a UserError or OSError that it raises is an answer, too.
 
     kept: lasting answers are looked up, and written, in the user's cache folder. waits: an answer
     may wait for a compiler. `own`: the files of one's own code that may run, None if they are not
@@ -79,13 +79,13 @@ class Known:
     def _asked(self, find: str, *args: Any) -> Any:
         if not self.kept:
             return _ask(find, *args)[0]
-        begun = time.time_ns() - TICK
+        asked_at = time.time_ns() - TICK
         answer, read = _ask(find, *args)
         if read is None or (OWN in read and self.own is None):
             return answer
         own = self.own or () if OWN in read else ()
         deciding = sorted({str(path) for path in (*read, *own) if path != OWN})
-        if all(state[3] < begun for state in _stats(deciding)):
+        if all(state[3] < asked_at for state in _stats(deciding)):
             record = {"answer": answer, "read": deciding, "state": self._state(deciding)}
             with suppress(OSError), files.whole(self._file(find, *args)) as partial:
                 partial.write_text(json.dumps(record))
@@ -116,8 +116,8 @@ def _ask(find: str, *args: Any) -> Answer:
     collecting = gc.isenabled()
     gc.disable()  # imports leave little garbage: to look for it takes an eighth of their time
     try:
-        found: Answer = getattr(import_module(module), function)(*args)
-        return found
+        answer: Answer = getattr(import_module(module), function)(*args)
+        return answer
     finally:
         if collecting:
             gc.enable()

@@ -56,11 +56,11 @@ def continued(
     if not path.exists():
         engine = Engine(target, Plain(), Fixed(Tree.chain(0)), Sampling(TEMPERATURE))
         new = min(NEW, target.context - GIVEN)
-        given = [document[:GIVEN].tolist() for document in documents if len(document) > GIVEN]
-        drawn = np.random.default_rng(0).integers(len(given), size=count)
+        openings = [document[:GIVEN].tolist() for document in documents if len(document) > GIVEN]
+        drawn = np.random.default_rng(0).integers(len(openings), size=count)
         texts: list[list[int]] = []
         for i in tqdm(range(0, count, TOGETHER), desc="the target continues the corpus"):
-            prompts = [given[j] for j in drawn[i : i + TOGETHER]]
+            prompts = [openings[j] for j in drawn[i : i + TOGETHER]]
             answers = engine.generate(prompts, new, range(i, i + len(prompts))).tokens
             texts += [[*p, *answer, end] for p, answer in zip(prompts, answers, strict=True)]
         keep(path, torch.tensor(texts, dtype=torch.int32))
@@ -170,8 +170,8 @@ def fingerprint(model: nn.Module) -> str:
 
 def _digest(what: object, course: Course, rows: Rows, model: nn.Module) -> str:
     """Identifies a checkpoint by what is trained for, the schedule, the text and the weights."""
-    begun = what, replace(course, repeats={}), rows.seed, fingerprint(model)
-    digest = hashlib.sha256(repr(begun).encode())
+    identity = what, replace(course, repeats={}), rows.seed, fingerprint(model)
+    digest = hashlib.sha256(repr(identity).encode())
     for kind, documents in rows.documents.items():
         times = rows.repeats.get(kind, 1)
         if times:

@@ -351,7 +351,7 @@ def another_root(draft):
         (with_q(lambda B, N, V: torch.ones(B, V)), "returned q [2, 282] in torch.float32: it must"),
     ],
 )
-def test_draft_that_is_none_is_refused_by_name(load, spoil, line):
+def test_invalid_draft_is_refused_by_the_drafters_name(load, spoil, line):
     with pytest.raises(UserError) as refused:
         load(Bad(spoil))
     assert line in str(refused.value)
@@ -392,7 +392,7 @@ class NoVerdict(specexp.Rule):
         (judge(new=lambda d, v: v.new * 0 + 999), "emits token 999, outside the vocabulary of 282"),
     ],
 )
-def test_verdict_that_is_none_is_refused_by_name(load, rule, line):
+def test_invalid_verdict_is_refused_by_the_rules_name(load, rule, line):
     with pytest.raises(UserError) as refused:
         load(Ones(), rule=rule)
     assert line in str(refused.value)
@@ -459,7 +459,7 @@ class Bare(Alternate):
         ({"tree": 3}, "tree is 3; it must be a text"),
     ],
 )
-def test_object_that_is_none_is_refused_by_name(target, tokenizer, options, line):
+def test_invalid_option_of_load_is_refused_by_name(target, tokenizer, options, line):
     with pytest.raises(UserError) as refused:
         specexp.load(target, **{"drafter": Echo(), "gamma": 3, "tokenizer": tokenizer} | options)
     assert line in str(refused.value)
@@ -476,7 +476,7 @@ def test_object_that_is_none_is_refused_by_name(target, tokenizer, options, line
         ({"gamma": None}, "gamma is None; it must be a whole number"),
     ],
 )
-def test_change_that_a_variant_cannot_have_is_refused(load, change, line):
+def test_invalid_change_of_a_variant_is_refused(load, change, line):
     with pytest.raises(UserError, match=re.escape(line)):
         load(Echo()).with_(**change)
 
@@ -506,7 +506,7 @@ def test_change_that_a_variant_cannot_have_is_refused(load, change, line):
         (lambda pair: pair.compare_with_plain("a", 4, 0), "repeats is 0; it must be 1 or more"),
     ],
 )
-def test_prompts_and_counts_that_are_none_are_refused(load, call, line):
+def test_invalid_prompts_and_counts_are_refused(load, call, line):
     with pytest.raises(UserError, match=re.escape(line)):
         call(load(Echo()))
 

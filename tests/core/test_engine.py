@@ -114,7 +114,7 @@ def test_row_of_a_batch_matches_the_row_alone(kind, temperature):
 @pytest.mark.parametrize("pattern", [(0, 0, 0, 3), (3, 0, 3, 1, 0, 0), (1, 0, 4, 0, 2)], ids=str)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_drafter_catches_up_after_rounds_without_a_draft(kind, pattern):
-    """What it guesses after rounds without guesses is what it would guess of the same text."""
+    """What it drafts after rounds without draft tokens is what it would draft of the same text."""
     made = engine(kind, "chain", "match", temperature=0.9)
     made.policy = Alternating(pattern)
     found = made.generate(PROMPTS, NEW)
@@ -271,12 +271,12 @@ def test_garbage_in_stale_slots_does_not_change_the_text(seed):
         context = CONTEXT
 
         def propose(self, seqs, tree, _):
-            guesses = []
+            drafted = []
             for row, length in enumerate(seqs.length.tolist()):
                 at = length - len(PROMPTS[row])
                 right = [plain[row][min(at + d - 1, 39)] for d in tree.depths[1:]]
-                guesses.append([t if rng.random() < 0.8 else rng.randrange(V) for t in right])
-            return seqs.draft(tree.nodes("cpu"), torch.tensor(guesses, dtype=torch.int64))
+                drafted.append([t if rng.random() < 0.8 else rng.randrange(V) for t in right])
+            return seqs.draft(tree.nodes("cpu"), torch.tensor(drafted, dtype=torch.int64))
 
     made = engine()
     made = Engine.of(made, drafter=Scripted())
@@ -319,7 +319,7 @@ def test_shorter_draft_context_does_not_change_the_text(caplog):
     assert "a draft of sixteen tokens reads at most 16 tokens: nothing is drafted" in caplog.text
 
 
-def test_drafter_that_can_never_run_says_so_once(caplog):
+def test_drafter_whose_context_is_too_short_warns_once(caplog):
     made = engine("model")
     made.drafter.context, made.drafter.name = 8, "a draft model of few tokens"
     for _ in range(2):

@@ -199,7 +199,7 @@ def test_policy_that_sees_finished_rows_keeps_the_distribution():
     assert distance(written(engine, case, 2), plain(engine, case, 2)) <= ROUNDING
 
 
-# What losslessness cannot see: whether guesses are kept -----------------------------------------
+# What losslessness cannot see: whether draft tokens are kept ------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_draft_equal_to_target_is_accepted_whole(shape):
 
 
 def overlap(engine, prompt, depth, both):
-    """P(at least `depth` guesses of a chain are kept): both(p, q) summed along every path."""
+    """P(at least `depth` draft tokens of a chain are kept): both(p, q) summed along every path."""
     if depth == 0:
         return Fraction(1)
     p, q = (lm.module.after(prompt) for lm in engine.models)
@@ -244,7 +244,7 @@ def test_acceptance_rate_is_the_overlap_of_p_and_q(rule, both, kind):
 
 
 def kept(engine, cases, gamma) -> list[float]:
-    """Expected guesses kept in the first round, by case."""
+    """Expected draft tokens kept in the first round, by case."""
     found = explore(engine, cases, 1, [Tree.chain(gamma)]).accepted
     means = [0.0] * len(cases)
     for (c, r, n), weight in found.items():
@@ -255,7 +255,7 @@ def kept(engine, cases, gamma) -> list[float]:
 @laws
 @pytest.mark.parametrize("drafter", ["drawn", "scripted"])
 def test_block_accepts_at_least_as_many_as_reject(drafter, law):
-    """In every context (Sun et al. 2024, theorem 2); with one guess they are the same rule."""
+    """In every context (Sun et al. 2024, theorem 2); with one token they are the same rule."""
     gains = []
     for gamma in (1, 2, 3):
         reject, block = (
@@ -283,7 +283,7 @@ class Biased(Toy):
 
 @pytest.mark.parametrize(("rule", "expected"), [(Reject(), 10 / 9), (Block(), 11 / 9)])
 def test_block_matches_the_papers_worked_example(rule, expected):
-    """p = (1/3, 2/3), q = (2/3, 1/3), two guesses (Sun et al. 2024, section 2)."""
+    """p = (1/3, 2/3), q = (2/3, 1/3), two draft tokens (Sun et al. 2024, section 2)."""
     engine = toy_engine(rule, "drawn", V=2)
     engine.target.net, engine.drafter.lm.net = Unfused(Biased(1)), Unfused(Biased(2))
     assert kept(engine, [((3,),)], 2) == [pytest.approx(expected, abs=ROUNDING)]
@@ -295,7 +295,7 @@ LOSSY = {"typical": Typical(), "typical 0.5": Typical(0.5), "lenient": Reject(0.
 @pytest.mark.parametrize("kind", ["dense", "zeros"])
 @pytest.mark.parametrize("rule", LOSSY.values(), ids=LOSSY)
 def test_emitted_of_a_lossy_rule_matches_its_round(rule, kind):
-    """`emitted` against every branch of the real round, one guess drawn from q."""
+    """`emitted` against every branch of the real round, one draft token drawn from q."""
     assert rule.lossy
     assert "lossy" in rule.name
     engine = toy_engine(rule, "drawn", V=4, p=kind, q=kind)

@@ -53,7 +53,7 @@ def law_on_trees() -> None:
     assert gap(toy_engine(Reject(), "drawn"), texts(3, 4), 2, [TWINS]) <= ROUNDING
 
 
-def law_of_chosen_guesses() -> None:
+def law_of_chosen_tokens() -> None:
     for drafter in ("scripted", "chosen"):
         assert gap(toy_engine(Reject(), drafter), texts(3, 6), 3, [TWINS]) <= ROUNDING
 
@@ -117,7 +117,7 @@ def gain_of_block() -> None:
 
 
 def bias_of_lossy_rules() -> None:
-    """What a lossy rule says it emits is what it emits, of drawn guesses and of chosen ones."""
+    """What a lossy rule says it emits is what it emits, of drawn and of chosen draft tokens."""
     for rule in (Typical(), Reject(0.6)):
         for drafter in ("drawn", "chosen"):
             engine = toy_engine(rule, drafter, V=4)
@@ -150,7 +150,7 @@ def speed() -> None:
 
 
 def overlap() -> None:
-    """Nor can it see that a guess is kept less often than min(p, q) allows."""
+    """Nor can it see that a draft token is kept less often than min(p, q) allows."""
     engine = toy_engine(Reject(), "drawn")
     cases = texts(3, 6)
     found = explore(engine, cases, 1, [Tree.chain(1)]).accepted
@@ -280,7 +280,7 @@ def keys_in_rings() -> None:
 CHECKS = {
     f.__name__: f
     for f in (shape, precision, edges, addresses, law_on_chains, law_on_trees,
-              law_of_chosen_guesses, law_of_match, law_with_eos, law_of_batches, law_when_shaped,
+              law_of_chosen_tokens, law_of_match, law_with_eos, law_of_batches, law_when_shaped,
               law_when_processed, law_when_sampled, law_of_block, law_of_block_when_sampled,
               gain_of_block, bias_of_lossy_rules, typical_by_hand, speed, overlap, counts,
               texts_in_windows, keys_in_rings)
@@ -347,10 +347,10 @@ def last(new: str) -> dict[str, str]:
 
 MUTANTS = [
     # What is proposed
-    Mutant("guesses drawn from another q", *grow,
+    Mutant("draft tokens drawn from another q", *grow,
            {DRAWN: "rng.draw(sampling.law(logits / 2), width, "},
            "law_on_chains"),
-    Mutant("likeliest guess under a soft q", *grow,
+    Mutant("likeliest draft token under a soft q", *grow,
            {f"{DRAWN}seqs.keys(nodes.depth[:, here]))": "ranked(logits, width)"},
            "law_on_chains"),
     Mutant("q reported at another temperature", *grow,
@@ -393,15 +393,15 @@ MUTANTS = [
            "law_on_chains"),
     Mutant("accepts what the target never says", *reject,
            {"ratio[..., 0].clamp(max=1)": "ratio[..., 0].clamp(0.05, 1)"}, "law_on_chains"),
-    Mutant("a guess of zero probability taken as drawn", rules, "_drawn",
+    Mutant("a draft token of zero probability taken as drawn", rules, "_drawn",
            {"torch.where(q.gather(-1, x) > 0, q, certain)": "q"}, "law_on_trees"),
-    Mutant("no guess taken for token 0", *reject, {"open_ & (x >= 0)": "open_"},
-           "law_of_chosen_guesses"),
+    Mutant("no draft token taken for token 0", *reject, {"open_ & (x >= 0)": "open_"},
+           "law_of_chosen_tokens"),
     Mutant("siblings drawn from one q", *reject,
            {"normalised(drawn.scatter(-1, x, 0.0), drawn)": "drawn"}, "law_on_trees"),
     Mutant("second sibling held against p", *reject, {"ratio = left.gather": "ratio = p.gather"},
            "law_on_trees"),
-    Mutant("siblings tried after one was taken", *reject, {"open_ = open_ & ~took": "pass"},
+    Mutant("siblings tried after one was taken", *reject, {"open_ = open_ & ~accepted": "pass"},
            "law_on_trees"),
     Mutant("siblings share a coin", *reject, {"draft.keys, rank)": "draft.keys, 0)"},
            "law_when_sampled"),
@@ -410,8 +410,8 @@ MUTANTS = [
     Mutant("accepted after a refusal", Nodes, "accepted", {".cumprod(1)": ""}, "law_on_chains"),
     Mutant("accepted without its ancestors", Nodes, "accepted",
            {"((ok | (node == 0))[:, None, :] | ~self.ancestors).all(-1)":
-            "(ok | (node == 0)).expand(B, -1)"}, "law_of_match"),
-    Mutant("guesses kept only where samples agree", *reject,
+            "(ok | (node == 0))"}, "law_of_match"),
+    Mutant("draft tokens kept only where samples agree", *reject,
            {"nodes, tokens = draft.nodes, draft.tokens": "return Match()(draft, p, rng)"},
            "overlap"),
     # A chain judged as a whole
@@ -429,11 +429,11 @@ MUTANTS = [
            "law_of_block"),
     Mutant("block: stops at the first that fails", *block,
            {"(passes * lengths).amax(1)": "passes.long().cumprod(1).sum(1)"}, "law_of_block"),
-    Mutant("block: the last guess judged like the others", *block,
+    Mutant("block: the last draft token judged like the others", *block,
            {"torch.where(exists[..., None], _drawn(draft.q, p, x), 0.0)":
             "torch.where(exists[..., None], _drawn(draft.q, p, x), draft.q[:, :1] if draft.q is "
             "not None else 0.0)"}, "law_of_block"),
-    Mutant("block: no guess taken for token 0", *block,
+    Mutant("block: no draft token taken for token 0", *block,
            {"(following >= 0).cumprod(1)": "(place0 >= 0).cumprod(1)",
             "x = following.clamp(min=0)[..., None]":
             "x = following.clamp(min=0)[..., None]\n    place0 = torch.zeros_like(following)\n"
@@ -450,21 +450,21 @@ MUTANTS = [
            "bias_of_lossy_rules"),
     Mutant("typical: entropy of the wrong sign", Typical, "_typical",
            {"torch.exp(-entropy)": "torch.exp(entropy)"}, "typical_by_hand"),
-    Mutant("typical: judged by the law after the guess", Typical, "__call__",
-           {"typical = self._typical(p).gather(1, parents[..., None].expand(-1, -1, p.shape[-1]))":
-            "typical = self._typical(p)"}, "bias_of_lossy_rules"),
+    Mutant("typical: judged by the law after the draft token", Typical, "__call__",
+           {"torch.take_along_dim(self._typical(p), draft.nodes.parents[..., None], 1)":
+            "self._typical(p)"}, "bias_of_lossy_rules"),
     # What follows
     Mutant("residual is p", *reject, {"normalised(uncovered, left)": "left"}, "law_on_chains"),
     Mutant("residual is the absolute difference", *reject, {REST: "(left - drawn).abs()"},
            "law_on_chains"),
-    Mutant("residual without the guess only", *reject, {REST: "left.scatter(-1, x, 0.0)"},
+    Mutant("residual without the draft token only", *reject, {REST: "left.scatter(-1, x, 0.0)"},
            "law_on_chains"),
     Mutant("residual of the first row", *reject, last(f"torch.where({FULL}, owed, left[:, 0])"),
            "law_on_chains"),
     Mutant("residual of the next row", *reject,
            {RETURN: RETURN.replace("left", "left.roll(-1, 1)")},
            "law_on_chains"),
-    Mutant("residual on the guess's noise", rules, "with_bonus", {", RESIDUAL)": ", TOKEN)"},
+    Mutant("residual on the draft token's noise", rules, "with_bonus", {", RESIDUAL)": ", TOKEN)"},
            "law_when_sampled"),
     Mutant("bonus from q", *reject, last(f"torch.where({FULL}, draft.q[:, -2], owed)"),
            "law_on_chains"),
@@ -483,7 +483,7 @@ MUTANTS = [
             "    left = torch.where((n > short)[:, None, None], p, left)\n"
             "    n = short"}, "law_of_batches"),
     # What is written
-    Mutant("correction dropped after an accepted guess", *commit,
+    Mutant("correction dropped after an accepted draft token", *commit,
            {GAINED: "torch.minimum(verdict.n - ((verdict.n > 0) & (verdict.n < "
                     "verdict.new.shape[1] - 1)).long(), before_end) + 1"}, "law_on_chains"),
     Mutant("one accepted token skipped", Draft, "judged", {"path.roll(-1, 1)": "path.roll(-2, 1)"},
@@ -568,10 +568,10 @@ MUTANTS = [
     Mutant("the law in the model's own dtype", *law,
            {"torch.promote_types(logits.dtype, torch.float32)": "logits.dtype"}, "precision"),
     # From a law to a token
-    Mutant("an impossible guess kept by a uniform of nothing", Noise, "bernoulli",
+    Mutant("an impossible draft token kept by a uniform of nothing", Noise, "bernoulli",
            {"u <= p": "u - 2.0**-64 <= p"}, "edges"),
-    Mutant("a certain guess lost to a uniform of one", Noise, "bernoulli", {"u <= p": "u < p"},
-           "edges"),
+    Mutant("a certain draft token lost to a uniform of one", Noise, "bernoulli",
+           {"u <= p": "u < p"}, "edges"),
     Mutant("uniforms that can be nothing", Noise, "uniform", {"bits.float() + 0.5": "bits.float()"},
            "edges"),
     Mutant("a certain token lost to an endless race", Noise, "race", {".clamp(max=1 - 2**-24)": ""},
@@ -591,7 +591,8 @@ MUTANTS = [
     Mutant("seeds share their noise", Noise, "salt", {"self.seed * 8": "8"}, "addresses"),
     Mutant("lanes share their noise", Noise, "uniform", {"lanes * _GOLDEN": "lanes * 0"},
            "addresses"),
-    Mutant("coins on the guess's noise", Noise, "bernoulli", {"ACCEPT": "TOKEN"}, "addresses"),
+    Mutant("coins on the draft token's noise", Noise, "bernoulli", {"ACCEPT": "TOKEN"},
+           "addresses"),
     Mutant("siblings drawn with replacement", Noise, "draw",
            {"ranked(self.race(w, keys, TOKEN), k)":
             "torch.stack([self.categorical(w, keys + i, TOKEN) for i in range(k)], -1)"},

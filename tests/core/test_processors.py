@@ -83,7 +83,7 @@ def test_processors_read_nothing_on_the_host(tree):
     [("null", "empty", "match"), ("model", "chain", "reject"), ("self", "chain", "block"),
      ("model", "irregular", "reject"), ("self", "grown", "match")],
 )  # fmt: skip
-def test_row_without_a_token_left_is_said(kind, tree, rule, temperature):
+def test_row_whose_tokens_are_all_ruled_out_is_named(kind, tree, rule, temperature):
     """No token twice: after all V are used, none is left, and token 0 must not stand for it."""
     made = processed(engine(kind, tree, rule, temperature=temperature), no_repeat_ngram_size=1)
     [tokens] = made.generate([PROMPTS[0]], V - 1).tokens
@@ -98,11 +98,11 @@ class Ends(Drafter):
     """Only the EOS, again and again."""
 
     def propose(self, seqs, tree, rng):
-        guesses = torch.zeros(len(seqs.length), len(tree) - 1, dtype=torch.int64)
-        return seqs.draft(tree.nodes("cpu"), guesses)
+        drafted = torch.zeros(len(seqs.length), len(tree) - 1, dtype=torch.int64)
+        return seqs.draft(tree.nodes("cpu"), drafted)
 
 
-def test_no_token_is_left_after_the_last_one_if_that_ends_the_text():
+def test_row_may_end_with_its_last_token_that_is_not_ruled_out():
     late = {"no_repeat_ngram_size": 1, "sequence_bias": [[[0], -99.0]]}
     made = processed(engine("null", "chain", "match", eos=(0,)), **late)
     made = Engine.of(made, drafter=Ends())

@@ -39,15 +39,15 @@ costs = st.floats(0, 2)
         (0.9, 10, 1.60, 6.86),
     ],
 )
-def test_table_1_of_leviathan(
+def test_speedup_and_operations_match_table_1_of_leviathan(
     alpha: float, gamma: int, times_operations: float, times_speed: float
 ) -> None:
     assert round(operations(alpha, gamma, cost=0), 2) == times_operations
     assert round(speedup(alpha, gamma, cost=0), 2) == times_speed
 
 
-def test_figures_of_the_lesson() -> None:
-    """Often quoted as 3.3 and 1.5 tokens a pass; four guesses really give 3.05 and 1.65."""
+def test_tokens_per_pass_of_four_draft_tokens() -> None:
+    """Often quoted as 3.3 and 1.5 tokens a pass; four draft tokens really give 3.05 and 1.65."""
     assert round(tokens_per_pass(0.75, 4), 2) == 3.05
     assert round(tokens_per_pass(0.40, 4), 2) == 1.65
 
@@ -85,7 +85,9 @@ def test_speedup_grows_with_alpha(a: float, b: float, gamma: int, cost: float) -
 
 
 @given(alphas, gammas, costs)
-def test_limits_of_alpha_and_gamma(alpha: float, gamma: int, cost: float) -> None:
+def test_closed_forms_at_the_limits_of_alpha_and_gamma(
+    alpha: float, gamma: int, cost: float
+) -> None:
     assert 1 <= tokens_per_pass(alpha, gamma) <= gamma + 1
     assert tokens_per_pass(0, gamma) == 1
     assert speedup(alpha, 0, cost) == operations(alpha, 0, cost) == 1
@@ -146,7 +148,7 @@ def test_tokens_of_a_round_are_one_plus_the_marginals(conditional: list[float]) 
     assert math.isclose(tokens_of_round(conditional), 1 + sum(marginals), rel_tol=1e-12)
 
 
-def test_alpha_of_laws() -> None:
+def test_alpha_is_the_mean_overlap_of_p_and_q() -> None:
     p, q = [0.5, 0.3, 0.2], [0.1, 0.3, 0.6]
     assert math.isclose(alpha_of(p, q), 0.1 + 0.3 + 0.2)
     assert math.isclose(alpha_of([p, p], [q, p]), (0.6 + 1) / 2)
@@ -168,8 +170,8 @@ def test_simulated_accept_rule_yields_predicted_tokens(gamma: int) -> None:
     """Draw from q, keep with probability min(1, p/q), stop at the first rejection."""
     rng = np.random.default_rng(gamma)
     p, q = np.array([0.45, 0.25, 0.2, 0.1]), np.array([0.2, 0.2, 0.1, 0.5])
-    guesses = rng.choice(4, size=(40_000, gamma), p=q)
-    kept = rng.random(guesses.shape) < (p / q)[guesses]
+    drafted = rng.choice(4, size=(40_000, gamma), p=q)
+    kept = rng.random(drafted.shape) < (p / q)[drafted]
     tokens = 1 + np.cumprod(kept, axis=1).sum(axis=1)
     error = tokens.std() / math.sqrt(len(tokens))
     assert abs(tokens.mean() - tokens_per_pass(alpha_of(p, q), gamma)) < 5 * error

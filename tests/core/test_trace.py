@@ -68,7 +68,7 @@ def test_check_rejects_counts_that_do_not_add_up(record):
 
 
 def test_engine_counts_match_a_recount_of_its_tokens():
-    """Recounted from the texts alone: a guess is kept if the greedy text continues with it."""
+    """Recounted from texts alone: a draft token is kept if the greedy text continues with it."""
     target = of_module(tiny_llama(0).double(), "target")
     law = Sampling()
     drafter = DraftModel(of_module(tiny_llama(0, layers=1).double(), "draft"), law)

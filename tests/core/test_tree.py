@@ -53,7 +53,7 @@ def test_numbers_that_make_no_tree_are_refused(make, line):
         make()
 
 
-def test_chains_and_branching():
+def test_chain_and_branching_have_their_parents():
     assert Tree.chain(3).parents == (-1, 0, 1, 2)
     assert Tree.chain(0).is_chain
     assert Tree.chain(0).depth == 0

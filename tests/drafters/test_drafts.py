@@ -28,8 +28,9 @@ KINDS = ["medusa", "eagle", "eagle3"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_draft_tokens_match_the_definition_every_round(kind):
-    """Ragged rows, accepted runs of every length; some guesses are accepted by luck alone, so the
-    text is steered: what the drafter proposes is accepted as often as the toss of a coin says."""
+    """Ragged rows, accepted runs of every length; some draft tokens are accepted by luck alone, so
+    the text is steered: what the drafter proposes is accepted as often as the toss of a coin
+    says."""
     made = engine(kind, Tree.chain(3), "match", temperature=3.0, seed=2)
     made.drafter.sampling = Sampling()
     says = medusa_says if kind == "medusa" else eagle_says
@@ -45,7 +46,7 @@ def test_draft_tokens_match_the_definition_every_round(kind):
         for text, row in zip(texts, report.tolist(), strict=True):
             if row[1]:
                 assert row[-3:] == says(net, text, 3)
-    assert len(kept) >= 2, "an accepted guess and a rejected one, or caches were not exercised"
+    assert len(kept) >= 2, "accepted and rejected draft tokens, or caches were not exercised"
 
 
 @pytest.mark.parametrize("shape", [(9, 3), (5, 4), (12, 2)], ids=str)
@@ -115,8 +116,8 @@ def test_crossed_twin_with_shifted_vocabulary_is_accepted():
 def test_crossed_never_drafts_a_token_the_draft_lacks():
     made = engine("crossed", Tree.chain(3), "reject", temperature=1.5)
     trace = made.generate(PROMPTS * 4, 40).trace
-    guesses = [g for s in trace.steps() for g in s.draft]
-    assert max(guesses) < V - 6
+    drafted = [g for s in trace.steps() for g in s.draft]
+    assert max(drafted) < V - 6
     assert any(t >= V - 6 for row in made.generate(PROMPTS * 4, 40).tokens for t in row)
     text = made.drafter.texts
     for row in range(3):
@@ -141,14 +142,14 @@ def test_eagle_drafts_past_the_context_of_its_config(kind, dtype):
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_eagle_draft_of_one_token_prompt_reads_no_stale_state(kind):
-    guesses = []
+    drafted = []
     for left, others in ((3, []), (9, []), (0, [[1, 2, 3]])):
         made = engine(kind, Tree.chain(3))
         seqs = Sequences.of([[5], *others], 8, slack=4)
         seqs.tokens[0, 1:] = left
         seqs = made.begin(seqs)
-        guesses.append(made.drafter.propose(seqs, Tree.chain(3), made.rng).tokens[0].tolist())
-    assert guesses[0] == guesses[1] == guesses[2]
+        drafted.append(made.drafter.propose(seqs, Tree.chain(3), made.rng).tokens[0].tolist())
+    assert drafted[0] == drafted[1] == drafted[2]
 
 
 @torch.inference_mode()

@@ -54,7 +54,7 @@ def propose(texts: list[list[int]], tree: Tree, n: int) -> torch.Tensor:
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 5), st.integers(1, 4))
-def test_a_chain_continues_the_best_earlier_occurrence(texts, gamma, n):
+def test_ngram_chain_continues_the_best_earlier_occurrence(texts, gamma, n):
     drafts = propose(texts, Tree.chain(gamma), n)
     for text, draft in zip(texts, drafts.tolist(), strict=True):
         ends = occurrences(text, n)
@@ -63,7 +63,7 @@ def test_a_chain_continues_the_best_earlier_occurrence(texts, gamma, n):
 
 
 @given(TEXTS, st.integers(1, 4))
-def test_a_tree_follows_a_different_occurrence_down_each_branch(text, n):
+def test_ngram_tree_follows_another_occurrence_down_each_branch(text, n):
     """Three chains of two from the root: nodes 1-3 are their first tokens, 4-6 their second."""
     [draft] = propose([text], Tree((-1, 0, 0, 0, 1, 2, 3)), n).tolist()
     ends = occurrences(text, n)
@@ -72,29 +72,29 @@ def test_a_tree_follows_a_different_occurrence_down_each_branch(text, n):
         assert [draft[1 + branch], draft[4 + branch]] == pair
 
 
-def test_the_whole_context_is_searched():
+def test_ngram_searches_the_whole_context():
     text = [7, 8, 9, *range(10, 90), 7, 8]
     assert propose([text], Tree.chain(1), 2).tolist() == [[8, 9]]
 
 
-def test_a_longer_match_beats_a_later_one():
+def test_ngram_prefers_a_longer_match_to_a_later_one():
     text = [1, 2, 3, 4, 9, 3, 5, 1, 2, 3]
     assert propose([text], Tree.chain(1), 3).tolist() == [[3, 4]]
     assert propose([text], Tree.chain(1), 1).tolist() == [[3, 5]]
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 4))
-def test_ids_beyond_the_vocabulary_are_not_guessed(texts, vocab):
+def test_ngram_drafts_no_id_beyond_the_vocabulary(texts, vocab):
     tree = Tree.branching(2, 1, 1)
     every, known = (drafted(texts, tree, 3, size).tokens[:, 1:] for size in (4, vocab))
     assert known.equal(every.where(every < vocab, -1))
 
 
-def test_a_target_is_not_asked_about_ids_that_it_cannot_say():
+def test_ngram_drafts_no_id_that_the_target_cannot_emit():
     made = engine("ngram", "branching", "match", temperature=0.9, dtype=torch.float32, vocab=9)
     made = Engine.of(made, drafter=prepared(made.target))
     trace = made.generate([[1, 20, 2, 1, 20, 2, 1], [30, 8, 30]], NEW).trace
-    assert max(guess for step in trace.steps() for guess in step.draft) < 9
+    assert max(token for step in trace.steps() for token in step.draft) < 9
 
 
 def prepared(target: LM) -> Drafter:
@@ -104,7 +104,7 @@ def prepared(target: LM) -> Drafter:
     return prepare(plan).make(target)
 
 
-def test_many_leaves_over_a_short_text_stay_inside_the_buffer():
+def test_ngram_with_more_leaves_than_tokens_stays_inside_the_buffer():
     for width in range(1, 9):
         for length in range(1, 9):
             assert (propose([[*range(length)]], Tree.branching(width), 3)[:, 1:] == -1).all()

@@ -1,4 +1,4 @@
-"""The drafters that need no training: what they must guess, written out slowly."""
+"""The drafters that need no training: what they must draft, written out slowly."""
 
 from collections import Counter
 from dataclasses import replace
@@ -46,7 +46,7 @@ def begun(drafter, seqs):
     ids=["match chain", "match twins", "reject chain"],
 )
 @pytest.mark.parametrize("kind", ["suffix", "recycle"])
-def test_a_drafter_with_a_memory_keeps_the_law(kind, rule, shape):
+def test_drafter_that_remembers_keeps_the_distribution(kind, rule, shape):
     """`generate` itself, world by world: what it remembers may depend on all that is past."""
     toy = toy_engine(rule, "null", V=2)
     engine = Engine.of(toy, drafter=made_by(kind, 2), policy=Fixed(shape))
@@ -55,7 +55,7 @@ def test_a_drafter_with_a_memory_keeps_the_law(kind, rule, shape):
 
 
 @pytest.mark.parametrize("kind", ["suffix", "recycle"])
-def test_a_second_text_begins_with_an_empty_memory(kind):
+def test_drafter_forgets_one_text_before_the_next(kind):
     made = engine(kind, "branching")
     first = made.generate(PROMPTS, 12)
     made.generate([[3, 1, 3, 1, 3]], 12)
@@ -75,7 +75,7 @@ def remembered(dtype: torch.dtype, depth: int, budget: int | None, rounds: int =
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_of_guesses_beyond_a_budget_nothing_is_remembered(dtype):
+def test_recycle_stores_nothing_of_draft_tokens_beyond_a_budget(dtype):
     for budget in range(4):
         assert remembered(dtype, 4, budget) == remembered(dtype, budget, None)
     assert remembered(dtype, 4, -1) == remembered(dtype, 4, None, rounds=0)
@@ -87,7 +87,7 @@ def test_of_guesses_beyond_a_budget_nothing_is_remembered(dtype):
 def voted(
     text: list[int], tree: Tree, longest: int, least: float, stretch: float
 ) -> tuple[list[int], int]:
-    """The guesses for nodes 1.., by lists and counters, and how many tokens agree."""
+    """The draft tokens for nodes 1.., by lists and counters, and how many tokens agree."""
 
     def agreed(end: int) -> int:
         n = 0
@@ -98,7 +98,7 @@ def voted(
     lengths = {end: agreed(end) for end in range(len(text) - 1)}
     most = max(lengths.values(), default=0)
     states = {0: (list(text), [e for e, n in lengths.items() if n == most > 0], 1.0)}
-    guesses = []
+    drafted = []
     for parent in range(len(tree)):
         said, ends, trust = states[parent]
         depth = tree.depths[parent] + 1
@@ -109,13 +109,13 @@ def voted(
             token = ranked[rank] if rank < len(ranked) else None
             sure = trust * votes[token] / len(ends) if token is not None else 0.0
             if token is None or sure < least - 1e-6 or depth > stretch * most:
-                guesses.append(-1)
-                states[len(guesses)] = ([*said, 0], [], 0.0)
+                drafted.append(-1)
+                states[len(drafted)] = ([*said, 0], [], 0.0)
             else:
-                guesses.append(token)
+                drafted.append(token)
                 agree = [e for e in ends if said[e + depth] == token]
-                states[len(guesses)] = ([*said, token], agree, sure)
-    return guesses, most
+                states[len(drafted)] = ([*said, token], agree, sure)
+    return drafted, most
 
 
 @settings(max_examples=150)
@@ -124,13 +124,13 @@ def voted(
     st.sampled_from(TREES),
     st.integers(1, 6),
 )
-def test_suffix_guesses_what_a_count_over_the_text_gives(rows, tree, longest):
+def test_suffix_drafts_what_a_count_over_the_text_gives(rows, tree, longest):
     drafter = Suffix(5, longest)
     seqs = Sequences.of(rows, 8, slack=tree.room)
     draft = drafter.propose(seqs, tree, RNG)
     for row, text in enumerate(rows):
-        guesses, _ = voted(text, tree, longest, drafter.least, drafter.stretch)
-        assert draft.tokens[row, 1:].tolist() == guesses
+        drafted, _ = voted(text, tree, longest, drafter.least, drafter.stretch)
+        assert draft.tokens[row, 1:].tolist() == drafted
 
 
 def test_suffix_follows_the_majority_or_drafts_nothing():
@@ -167,7 +167,7 @@ def test_recycle_offers_last_candidates_breadth_first():
             seqs.commit(verdict)
 
 
-def test_recycle_begins_with_what_followed_in_the_prompts():
+def test_recycle_starts_with_the_tokens_that_followed_in_the_prompt():
     seqs = Sequences.of([[1, 2, 3, 1, 4, 1], [7, 8]], 4, slack=4)
     drafter = begun(Recycle(of_vocabulary(10), 2), seqs)
     found = drafter.table.read(slice(0, 2), torch.arange(10).expand(2, -1))[..., 0]

@@ -17,8 +17,8 @@ def causal(n: int) -> torch.Tensor:
 
 @torch.no_grad()
 def eagle_law(net, text: list[int], path: list[int]) -> torch.Tensor:
-    """Log-probabilities [V] after a path of guesses, by running the layer over the whole chain of
-    pairs again for every guess."""
+    """Log-probabilities [V] after a path of draft tokens, by running the layer over the whole chain
+    of pairs again for every draft token."""
     features = net.fuse(states(text, net.shape.taps))
     tokens = torch.tensor(text[1:])
     for ahead in range(len(path) + 1):
@@ -34,10 +34,10 @@ def eagle_law(net, text: list[int], path: list[int]) -> torch.Tensor:
 
 
 def eagle_says(net, text: list[int], count: int) -> list[int]:
-    guesses: list[int] = []
+    drafted: list[int] = []
     for _ in range(count):
-        guesses.append(int(eagle_law(net, text, guesses).argmax()))
-    return guesses
+        drafted.append(int(eagle_law(net, text, drafted).argmax()))
+    return drafted
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def law_after(kind: str, drafter, text: list[int], path: list[int]) -> torch.Ten
     return net(torch.tensor([text + path]), use_cache=False).logits[0, -1].log_softmax(-1)
 
 
-def likeliest(says, guesses: int, depth: int, width: int) -> set[tuple[int, ...]]:
+def likeliest(says, count: int, depth: int, width: int) -> set[tuple[int, ...]]:
     """EAGLE-2's tree by the book: beams of `width`, then the likeliest of all that came up."""
     beams, scored = [((), 0.0)], []
     for _ in range(depth):
@@ -68,4 +68,4 @@ def likeliest(says, guesses: int, depth: int, width: int) -> set[tuple[int, ...]
             ]
         scored += children
         beams = sorted(children, key=lambda pair: -pair[1])[:width]
-    return {path for path, _ in sorted(scored, key=lambda pair: -pair[1])[:guesses]}
+    return {path for path, _ in sorted(scored, key=lambda pair: -pair[1])[:count]}

@@ -261,7 +261,7 @@ def follow(dice: Dice) -> Case:
 
 
 def judged(dice: Dice, tree: Tree, nodes: Nodes, B: int) -> tuple[Draft, Tensor]:
-    """A draft and the target's p: guesses that were drawn or chosen, twins among siblings, or
+    """A draft and the target's p: draft tokens that were drawn or chosen, twins among siblings, or
     none; q like p, or far from it, or none, or so large that nothing of p is left."""
     N, V = len(tree), dice.choice([2, 5, 17, 40])
     p, away = dice.logits(B, N, V).softmax(-1), dice.logits(B, N, V).softmax(-1)
@@ -271,10 +271,10 @@ def judged(dice: Dice, tree: Tree, nodes: Nodes, B: int) -> tuple[Draft, Tensor]
         dice.whole(0, 9, B), dice.whole(0, 1, 0), rng=dice.noise(),
     )  # fmt: skip
     drawn = behind.gather(1, nodes.parents.expand(B, N)[..., None].expand(B, N, V))
-    guesses = torch.multinomial(drawn.flatten(0, 1).cpu(), 1, generator=dice.torch)
-    guesses = guesses.view(B, N)[:, 1:].to(dice.device)
-    guesses = guesses.masked_fill(dice.uniform_(B, N - 1) < dice.choice([0, 0.2]), -1)
-    return seqs.draft(nodes, guesses, behind if dice.random() < 0.7 else None), p
+    drafted = torch.multinomial(drawn.flatten(0, 1).cpu(), 1, generator=dice.torch)
+    drafted = drafted.view(B, N)[:, 1:].to(dice.device)
+    drafted = drafted.masked_fill(dice.uniform_(B, N - 1) < dice.choice([0, 0.2]), -1)
+    return seqs.draft(nodes, drafted, behind if dice.random() < 0.7 else None), p
 
 
 def reject(dice: Dice) -> Case:

@@ -135,7 +135,7 @@ class Outcome:
     """What can come of each case c, exactly.
 
     law[c]: the probability of each text (a token tuple a row). accepted[c, r, n]: the probability
-    that row 0 lives in round r and has n guesses accepted. dirty: a model read an empty slot.
+    that row 0 lives in round r and has n draft tokens accepted. dirty: a model read an empty slot.
     """
 
     law: list[dict[Texts, float]]

@@ -121,8 +121,8 @@ class Scripted(Drafter):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         known = torch.arange(seqs.tokens.shape[1]) < seqs.length[:, None]
         text = (Toy.pair(torch.arange(seqs.tokens.shape[1]), seqs.tokens) * known).sum(1)
-        guesses = mix(text[:, None] + torch.arange(1, len(tree))) % (self.V + 1) - 1
-        return seqs.draft(tree.nodes("cpu"), guesses)
+        drafted = mix(text[:, None] + torch.arange(1, len(tree))) % (self.V + 1) - 1
+        return seqs.draft(tree.nodes("cpu"), drafted)
 
 
 def toy_engine(

@@ -1,18 +1,22 @@
 """Do the draws of real rounds follow the distributions that they are said to follow?
 
-Three kinds of draw, each beside the distribution that the round itself gives it: draft tokens and
-the q that the drafter reports; what the run's own rule emits on the round's p, q and draft under
-fresh noise, and p; the emitted text and p. Every distribution is seen once or
-a few times, so tokens are counted by sets. One are the tokens that the other side favours (q above
-p, or below), which a wrong ratio, residual or acceptance shifts; the other those as likely as is
-typical or more, ln p >= -H(p), which a wrong temperature or truncation shifts. The difference of a
-set's observed and expected counts, per draw, is at most the mean total variation, and equals it for
-a fault that moves probability from this set to the rest. All rows are counted together, which shows
-a small fault of all draws, and each on its own, which shows a large one of a single row.
+Three kinds of draw are compared with a distribution that the round itself gives:
 
-If a run is exact, a count is a sum of coins, the probability of each known before it is tossed. By
-Bernstein's inequality the counts of a verdict then leave their ranges with probability at most
-`ALARM`, all together.
+- draft tokens, with the q that the drafter reports;
+- what the run's own rule emits on the round's p, q and draft under fresh noise, with p;
+- the tokens of the emitted text, with p.
+
+A distribution occurs only once or a few times, so tokens are counted in two sets that are chosen
+before the draw. One holds the tokens that the other side favours (q above p, or below): a wrong
+ratio, residual or acceptance shifts its count. The other holds the tokens that are as likely as is
+typical, ln p >= -H(p): a wrong temperature or truncation shifts its count. Per draw, a set's
+observed count differs from its expected one by at most the mean total variation, and by just that
+for a fault that moves probability from this set to the rest. All rows are counted together, which
+shows a small fault of all draws, and each on its own, which shows a large fault of a single row.
+
+In an exact run a count is a sum of coin tosses, each of a probability known before the toss. By
+Bernstein's inequality the probability that any count of a verdict leaves its range is then at most
+`ALARM`.
 """
 
 import math
@@ -38,10 +42,10 @@ MOST_ELSEWHERE = 1 << 30
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of draw. what: what is drawn; law: from what it should be; n draws; bias: the
-    largest difference of a count of all rows from its expectation, per draw; detectable: the least
-    that is found in 95 % of runs; in_row: the least of a single row; passed: all counts are within
-    chance, and nothing of probability 0 was drawn."""
+    """The result for one kind of draw. what: what is drawn; law: the distribution that it should
+    follow; n: draws; bias: the largest difference of a count of all rows from its expectation, per
+    draw; detectable: the least bias that is found in 95 % of runs; in_row: the same for a fault in
+    a single row; passed: all counts are within chance, and nothing of probability 0 was drawn."""
 
     what: str
     law: str
@@ -99,8 +103,8 @@ def _check(what: str, law: str, sums: Tensor, bound: float) -> Check:
 
 
 def sets_of(law: Tensor, favoured: Tensor) -> Tensor:
-    """[..., SETS, V] bool: the tokens that are `favoured` [..., V], and those that are as likely
-    under law [..., V] as is typical, or more."""
+    """[..., SETS, V] bool: the tokens that are `favoured` [..., V], and those that are at least as
+    likely under law [..., V] as is typical."""
     typical = torch.exp(-torch.special.entr(law).sum(-1, keepdim=True))
     return torch.stack([favoured, law >= typical], -2)
 
@@ -192,7 +196,7 @@ class Witness:
         B, engine, nodes = len(draft.tokens), self.engine, draft.nodes
         depth = nodes.depth.expand_as(draft.tokens)
         first = (depth[:, :, None] == depth[:, None, :]).int().argmax(-1)
-        p = self.p.gather(1, first[..., None].expand_as(self.p))
+        p = torch.take_along_dim(self.p, first[..., None], 1)
         one = torch.ones_like(draft.text.length)
         streams = self.streams + torch.arange(B, device=p.device)
         text = Sequences(
@@ -233,9 +237,8 @@ class Witness:
         ahead, whose later tokens depend on how many it keeps, the first of each row."""
         at = torch.arange(verdict.path.shape[1], device=p.device)
         most = emitted.clamp(max=1) if self.engine.rule.looks_ahead else emitted
-        index = verdict.path[..., None].expand(-1, -1, p.shape[-1])
-        law = p.gather(1, index)
-        sets = sets_of(law, favoured.gather(1, index))
+        law, favoured = (torch.take_along_dim(x, verdict.path[..., None], 1) for x in (p, favoured))
+        sets = sets_of(law, favoured)
         tally.add(verdict.new, law, sets, at < most[:, None])
 
 

@@ -1,26 +1,25 @@
-"""What the target's module says without a cache: the unmodified transformers module, run on a whole
-text at once. Its weights are those of the run, 8-bit ones included.
+"""The reference of every check: logits of the target's unmodified transformers module, which reads
+the whole text at once, without a cache. Its weights are those of the run, 8-bit ones included.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specexp.engine import Engine
+from specexp.errors import warn_once
 from specexp.models.lm import LM
 from specexp.models.memory import free_memory
 from specexp.sampling import TOKEN, Noise, mix
 
-log = logging.getLogger("specexp")
 CACHES = ("past_key_values", "cache_params")  # what modules call theirs
 
 # Rounding error of a logit, relative to the largest in magnitude: 8 units in the last place for
@@ -66,10 +65,12 @@ class Reference:
         return self._after(self._module, self._device, text, 1)[0]
 
     def strays(self, text: Sequence[int], logits: Tensor) -> int:
-        """How many of logits [n, V], those after each of the last n tokens of `text`, are not the
-        unmodified module's own but for rounding: that of two passes and, where they differ by more,
-        what the module itself loses in its dtype. Where its own passes with and without a cache
-        differ, either will do, and a warning says so."""
+        """How many of logits [n, V], after each of the last n tokens of `text`, differ from the
+        unmodified module's by more than rounding.
+
+        Allowed is the rounding of two passes and, for a bfloat16 module, what it loses against a
+        float32 copy of itself. Where the module's own passes with and without a cache differ,
+        either is accepted, with a warning."""
         target, n = self.target, len(logits)
         alone, size = self._after(target.module, target.device, text, n), TOLERANCE[target.dtype]
         rounding = size * alone.masked_fill(~alone.isfinite(), 0).abs().amax(-1)
@@ -82,20 +83,22 @@ class Reference:
             apart = _off(cached, alone) > 2 * rounding
             own = strays & apart & (_off(logits, cached) <= 2 * rounding)
             if bool(own.any()):
-                _warn_of_two_texts(target.name)
+                warn_once("the module of %s gives other logits with its own cache than without "
+                          "one: either are taken for its own", target.name)  # fmt: skip
             strays &= ~own
         return int(strays.sum())
 
     def _after(self, module: Any, device: torch.device, text: Sequence[int], n: int) -> Tensor:
-        """Logits [n, V] after each of the last n tokens, in at least float32, as the target's are
-        processed."""
+        """A module's logits [n, V] after each of the last n tokens, in at least float32, after the
+        target's processors."""
         ids = torch.tensor([list(text)], device=device)
         with torch.inference_mode():
             logits = module(input_ids=ids, use_cache=False, logits_to_keep=n).logits[0, -n:]
         return self._processed(text, logits)
 
     def _cached(self, text: Sequence[int], n: int) -> Tensor:
-        """The same of the target's own module with a cache of its own: the last n one by one."""
+        """The same from the target's module with a cache of its own, the last n tokens one by
+        one."""
         module, ids = self.target.module, torch.tensor([list(text)], device=self.target.device)
         kept: dict[str, Any] = {}
         logits = []
@@ -130,14 +133,6 @@ class Reference:
         copies = {id(b): moved(b) for b in module.buffers()}
         copies |= {id(p): nn.Parameter(moved(p), requires_grad=False) for p in module.parameters()}
         return copy.deepcopy(module, copies)
-
-
-@cache
-def _warn_of_two_texts(name: str) -> None:
-    log.warning(
-        "the module of %s gives other logits with its own cache than without one: either are taken "
-        "for its own", name,
-    )  # fmt: skip
 
 
 def _off(a: Tensor, b: Tensor) -> Tensor:

@@ -120,15 +120,15 @@ def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, 
     rows = []
     for at, lm in enumerate(causal(pairing)):
         for tokens in (1, gamma + 1):
-            took, bare = turns[at, tokens], turns[at, tokens, "bare"]
+            passes, bare = turns[at, tokens], turns[at, tokens, "bare"]
             read = pass_bytes(lm, 1, tokens, _context(lm))
-            pass_s, bare_s = interleave.median_s(took), interleave.median_s(bare)
+            pass_s, bare_s = interleave.median_s(passes), interleave.median_s(bare)
             rows.append(
                 {"model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read}
                 | {"ms": 1e3 * pass_s, "bare_ms": 1e3 * bare_s, "gb_s": 1e-9 * read / pass_s}
-                | {"of_copy": interleave.ratio(turns["copy"], took, read / copied)._asdict()}
-                | {"over_bare": interleave.ratio(took, bare)._asdict()}
-                | {"over_step": interleave.ratio(took, turns[at, 1])._asdict()}
+                | {"of_copy": interleave.ratio(turns["copy"], passes, read / copied)._asdict()}
+                | {"over_bare": interleave.ratio(passes, bare)._asdict()}
+                | {"over_step": interleave.ratio(passes, turns[at, 1])._asdict()}
             )
     about_copy = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
     return {"turns": repeats * PASSES, "gamma": gamma, "copy": about_copy, "rows": rows}

@@ -52,7 +52,7 @@ class Pace(NamedTuple):
 
     gamma: draft length; tokens_s: tokens a second of each stream; round: expected tokens of a
     stream a round; over: expected tokens that the last round of an output yields beyond its end,
-    and those that a plain first round lacks; spread: an output of n tokens takes the time of
+    plus those that a plain first round lacks; spread: an output of n tokens takes as long as
     n + over + spread * sqrt(n) * z tokens, z being standard normal."""
 
     gamma: int

@@ -87,12 +87,12 @@ def race(
     _alike(engine_rows)
     servers = {n: Server(engine_rows[n], chosen[n], queue=len(offered)) for n in names}
     runs = {n: Run(servers[n], Source(offered, concurrency, again=True)) for n in names}
-    begun = dict.fromkeys(runs, 0)
+    turn_start = dict.fromkeys(runs, 0)
 
     def go(name: str, enough: float) -> None:
         run, most = runs[name], len(runs[name].responses) + len(offered)
         with engine_rows[name].timer:
-            while sum(t.emitted for t in run.steps[begun[name] :]) < enough:
+            while sum(t.emitted for t in run.steps[turn_start[name] :]) < enough:
                 run.advance()
                 if len(run.responses) > most:
                     why = "; ".join(notes(runs)) or "their outputs end at once"
@@ -103,13 +103,13 @@ def race(
             go(name, 1 + sum(t.emitted for t in run.steps))
     rows: list[dict[str, Any]] = []
     for turn in range(-LEARNING, turns):
-        begun = {name: len(run.steps) for name, run in runs.items()}
+        turn_start = {name: len(run.steps) for name, run in runs.items()}
         for piece in range(1, PIECES + 1):
             for name in in_turn(runs, turn * PIECES + piece):
                 go(name, tokens * piece / PIECES)
         if turn >= 0:
             for name, run in runs.items():
-                rows.append({"policy": name, "turn": turn} | sums(run.steps[begun[name] :]))
+                rows.append({"policy": name, "turn": turn} | sums(run.steps[turn_start[name] :]))
     return pd.DataFrame(rows), runs
 
 
