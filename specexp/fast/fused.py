@@ -27,8 +27,7 @@ from specexp.fast.cpu import build, passes
 from specexp.fast.cpu.passes import Native
 from specexp.models import int8, lm
 from specexp.models.cache import SlotCache
-from specexp.models.heads import product
-from specexp.models.lm import Network
+from specexp.models.lm import Network, product
 from specexp.models.memory import layers
 from specexp.models.servable import reach
 from specexp.ops import kernel, op
@@ -76,18 +75,6 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     for p, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
         p.data = view
     return whole
-
-
-@kernel(product, "cpu")
-def product_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For few rows x @ weight.T takes a CPU two to five times as long
-    as weight @ x.T, and a single row uses only one core, so it is doubled (LOG.md)."""
-    few = x.dim() == 2 and len(x) <= 8 and x.dtype == torch.float32 and not x.is_cuda
-    if not few or int8.is_quantised(weight):
-        return F.linear(x, weight, bias)
-    rows = (x if len(x) > 1 else torch.cat([x, x])).contiguous()
-    products = torch.mm(weight, rows.t()).t()[: len(x)].contiguous()
-    return products if bias is None else products + bias
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,8 @@ from torch import Tensor, nn
 
 from specexp.errors import UserError, refusing
 from specexp.models import head_files
-from specexp.models.lm import Network, Unfused
+from specexp.models.lm import Network, Unfused, product
 from specexp.ops import op
-
-
-@op
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n, inputs] times weight [outputs, inputs], plus bias [outputs]."""
-    return F.linear(x, weight, bias)
 
 
 class ResBlock(nn.Module):

@@ -15,6 +15,7 @@ from inspect import getmodule, signature
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specexp.errors import UserError
@@ -73,10 +74,23 @@ class Network(Protocol):
     ) -> tuple[Tensor | None, Tensor | None]: ...  # fmt: skip
 
 
+@op
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., inputs] times weight [outputs, inputs], plus bias [outputs]."""
+    return F.linear(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    """A linear layer whose product is an operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(x, self.weight, self.bias)
+
+
 @dataclass(frozen=True)
 class Unfused:
-    """A transformers module as it is; `parts` of it have states, and none `attends` if it takes
-    neither positions nor a mask. `inputs`: further inputs of the module."""
+    """A transformers module whose linear layers are operations; `parts` of it have states, and none
+    `attends` if it takes neither positions nor a mask. `inputs`: further inputs of the module."""
 
     module: Any
     parts: tuple[Stepwise, ...] = ()
@@ -87,7 +101,12 @@ class Unfused:
     def of(cls, module: Any) -> Unfused:
         whole, parts = stepwise(module)
         if not parts:
-            return cls(biased_by_position(module))
+            bias_by_position(whole := twin(module))
+        for part in whole.modules():
+            if type(part) is nn.Linear:
+                part.__class__ = Linear
+        if not parts:
+            return cls(whole)
         net = cls(whole, parts, "cache_params" not in signature(whole.forward).parameters)
         if not parts[-1].states:
             cache = SlotCache(module.config.get_text_config().num_hidden_layers, 1, 8)
@@ -127,16 +146,15 @@ class EachRow:
         return scores + self.bias
 
 
-def biased_by_position(module: Any) -> Any:
-    """A twin of an LM with ALiBi whose biases go by the place of a key among those that a token
-    sees: its position, which is not its slot in a tree. Another LM: itself."""
+def bias_by_position(module: Any) -> None:
+    """Let the biases of an LM with ALiBi go by the place of a key among those that a token sees:
+    its position, which is not its slot in a tree."""
     library: Any = getmodule(type(module))
     mpt = hasattr(library, "build_mpt_alibi_tensor")
     if not mpt and not (
         hasattr(library, "build_alibi_tensor") and getattr(module.config, "alibi", True)
     ):
-        return module
-    whole = twin(module)
+        return
     blocks: dict[str, Any] = {}  # what they take in this pass
 
     def enter(base: Any, args: Any, inputs: dict[str, Any]) -> Any:
@@ -160,11 +178,10 @@ def biased_by_position(module: Any) -> Any:
     def within(block: Any, args: Any, inputs: dict[str, Any]) -> Any:
         return args, inputs | blocks
 
-    whole.base_model.register_forward_pre_hook(enter, with_kwargs=True)
-    whole.base_model.register_forward_hook(lambda *_: blocks.clear())
-    for block in next(m for m in whole.base_model.children() if isinstance(m, nn.ModuleList)):
+    module.base_model.register_forward_pre_hook(enter, with_kwargs=True)
+    module.base_model.register_forward_hook(lambda *_: blocks.clear())
+    for block in next(m for m in module.base_model.children() if isinstance(m, nn.ModuleList)):
         block.register_forward_pre_hook(within, with_kwargs=True)
-    return whole
 
 
 @op

@@ -336,8 +336,10 @@ def _joined(outputs: list[Any]) -> Any:
 
 
 def twin(module: Any) -> Any:
-    """The same module with the same weights, in which parts can be replaced."""
+    """The same module with the same weights, in which parts can be replaced. What has no parts is
+    shared, but for linear layers: what a quantised one holds may have no copy."""
     shared = [*module.parameters(), *module.buffers(), getattr(module, "config", None)]
+    shared += [x for x in module.modules() if not [*x.children()] and type(x) is not nn.Linear]
     return copy.deepcopy(module, {id(x): x for x in shared})
 
 

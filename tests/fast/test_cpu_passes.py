@@ -4,7 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import tiny_llama
+from support.inputs import COARSE
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
 from test_fused import NETS, made, passed, unfused
 
@@ -13,6 +15,7 @@ from specexp.errors import NonFiniteLogits
 from specexp.fast import cpu_replays, fused
 from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused
+from specexp.models import lm as lms
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -135,6 +138,17 @@ def steady(name: str, dtype: torch.dtype = torch.float32) -> bool:
 @pytest.mark.parametrize("name", ["llama", "one key", "biased", "qwen3"])
 def test_logits_do_not_depend_on_what_shares_the_pass(name, dtype):
     assert steady(name, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_product_of_a_row_does_not_depend_on_rows_beside_it(dtype):
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(n).to(dtype) for n in ((16, 33), (41, 33), (41,)))
+    whole = lms.product(x, weight, bias)
+    exact = F.linear(*(y.double() for y in (x, weight, bias)))
+    assert torch.allclose(whole.double(), exact, *COARSE[dtype])
+    for rows in (slice(1), slice(3, 4), slice(2, 9)):
+        assert torch.equal(lms.product(x[rows], weight, bias), whole[rows])
 
 
 def sparing(name: str, dtype: torch.dtype = torch.float32) -> bool:

@@ -25,7 +25,7 @@ from specexp import ops
 from specexp.engine import Engine, judged
 from specexp.fast import fused
 from specexp.fast.fused import Fused
-from specexp.models import heads
+from specexp.models import lm
 from specexp.models.lm import Forward
 from specexp.models.load import of_module
 from specexp.rules import Block, Match, Reject
@@ -137,7 +137,7 @@ def test_product_that_is_trained_through_has_no_gradient(learns):
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
     (x, weight)[learns].requires_grad_()
     with interpreted():
-        heads.product(x, weight, None).sum().backward()
+        lm.product(x, weight, None).sum().backward()
     assert (x, weight)[learns].grad.abs().sum() > 0
 
 

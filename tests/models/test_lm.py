@@ -49,9 +49,20 @@ def test_tree_logits_match_each_path_alone_in_a_ragged_batch(family):
             assert torch.allclose(seen.logits[row, node], alone, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "bloom", "mamba2"])
+def test_linear_layers_are_operations_on_the_weights_of_an_unchanged_module(name):
+    net = architectures.build(name)
+    before = {at: type(part) for at, part in net.named_modules()}
+    run = of_module(net).net.module
+    linear = [part for part in run.modules() if isinstance(part, torch.nn.Linear)]
+    assert {type(part) for part in linear} == {lms.Linear}
+    assert {id(part.weight) for part in linear} <= {id(w) for w in net.parameters()}
+    assert {at: type(part) for at, part in net.named_modules()} == before
+
+
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, ALiBi"])
 def test_alibi_by_slot_is_noticed(name, monkeypatch):
-    monkeypatch.setattr(lms, "biased_by_position", lambda module: module)
+    monkeypatch.setattr(lms, "bias_by_position", lambda module: None)
     with pytest.raises(UserError, match="over a tree"):
         of_module(architectures.build(name))
 

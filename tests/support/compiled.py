@@ -24,7 +24,7 @@ from specexp import ops
 from specexp.fast import fused
 from specexp.fast.fused import Fused
 from specexp.fast.gpu import dependent
-from specexp.models import heads
+from specexp.models import lm
 from specexp.models.cache import SlotCache
 
 CARDS = (80, 90)  # compute capabilities: A100, H100
@@ -126,7 +126,7 @@ def layer(width: int, hidden: int, B: int, n: int, S: int, dtype: torch.dtype) -
         cache.aim(slice(0, B), tokens, S)
         for operation in (
             fused.turned, fused.attention, fused.added, fused.added_product, fused.gated_products,
-            heads.product,
+            lm.product,
         ):  # fmt: skip
             op = ops.OPS[operation]
             op.chosen[torch.device("meta")] = op.kernels["cuda"][0]

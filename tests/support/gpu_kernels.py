@@ -18,7 +18,7 @@ from specexp.fast import cuda_graphs, fused
 from specexp.fast.fused import Norm, Sight
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import copying
-from specexp.models import heads, lm
+from specexp.models import lm
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
 from specexp.rules import Block, Match, Reject, Rule
@@ -81,7 +81,7 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
             given = x, y, down, None, norm(E)
             yield Call(f"added product{name}", fused.added_product, given, down.numel() * size)
         one = some((H + 2 * K) * D, E)
-        yield Call("product", heads.product, (x, one, None), one.numel() * size)
+        yield Call("product", lm.product, (x, one, None), one.numel() * size)
 
     if n >= 64:  # a prompt gains one token
         return

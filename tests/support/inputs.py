@@ -22,7 +22,7 @@ from specexp.drafters.recycle import Table
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.fast import fused
-from specexp.models import heads, lm
+from specexp.models import lm
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
 from specexp.models.scans import FIRST, Scan, Window
@@ -373,10 +373,11 @@ def spoil(dice: Dice) -> Case:
 
 
 def product(dice: Dice) -> Case:
-    n, inputs, outputs = dice.randint(1, 12), dice.choice([3, 16, 33]), dice.choice([1, 8, 40])
-    x, weight = dice.normal(n, inputs), dice.normal(outputs, inputs)
+    n, inputs, outputs = dice.randint(1, 20), dice.choice([3, 16, 33]), dice.choice([1, 8, 40])
+    x, weight = dice.normal(n, inputs), dice.normal(outputs, inputs) / inputs**0.5
     x = torch.stack([x, x], -1)[..., 0] if dice.often() else x
-    dtype = torch.float64 if dice.often() else torch.float32
+    x = x[None] if dice.often() else x
+    dtype = torch.float64 if dice.often() else torch.float32  # no matrices of bfloat16
     bias = None if dice.often() else dice.normal(outputs).to(dtype)
     return Case((x.to(dtype), weight.to(dtype), bias), near=(1e-5, 1e-5))
 
@@ -564,7 +565,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     lm.spoil: spoil,
     Scan.convolution: convolved,
     Scan._scan: scanned,
-    heads.product: product,
+    lm.product: product,
     Slots.keep: keep,
     fused.attention: attention,
     fused.turned: turned,

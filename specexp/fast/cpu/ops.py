@@ -27,6 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 __all__ = ["cpu_replays", "fused", "fused_eagle", "huge_pages"]  # importing them registers theirs
 
+FEW = 16  # rows of a product
 PLAIN = (Tensor, torch.nn.Parameter)  # no subclass: it may have no memory of its own
 
 
@@ -299,6 +300,22 @@ def note(self: recycle.Table, rows: slice, tokens: Tensor, notes: Tensor) -> Non
 
 
 # --- models/ --------------------------------------------------------------------------------------
+
+
+@compiled(lm.product)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of few rows, which wait for the weights; of more torch's is faster. x may be strided."""
+    (outputs, inputs), rows = weight.shape, x.numel() // max(1, weight.shape[1])
+    run = getattr(build.functions(), f"product_{str(x.dtype).removeprefix('torch.')}", None)
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if run is None or learns or not 0 < rows <= FEW:
+        return NotImplemented
+    x = x.contiguous()
+    if not packed(x.dtype, x, weight, *([] if bias is None else [bias])):
+        return NotImplemented
+    y = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
+    run(rows, inputs, outputs, torch.get_num_threads(), x, weight, 0 if bias is None else bias, y)
+    return y
 
 
 @compiled(lm.spoil)

@@ -83,12 +83,12 @@ template <typename num> struct Input {
 
 // This thread's outputs of these rows times w [outputs, inputs]. Which kernel multiplies depends on
 // the shape of w alone, so a token's outputs do not depend on the rows beside it.
-template <typename num>
+template <typename num, typename out>
 static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, int64_t inputs,
-                   float *y, int64_t outputs, bool added = false) {
+                   out *y, int64_t outputs, bool added = false) {
     const Share mine(outputs, LANES);
     int64_t o = mine.from;
-    if constexpr (TILED<num>)
+    if constexpr (TILED<num> && std::is_same_v<out, float>)
         if (in.packed && outputs % SIDE == 0) {
             auto next = [&](auto N) {
                 tiled<N>(rows, in.packed, w + o * inputs, bias ? bias + o : bias, inputs, y + o, outputs,
@@ -426,8 +426,18 @@ template <typename num> static bool pass(const Net<num> *net, const Pass<num> *p
     return run(*net, *p);
 }
 
+// y [rows, outputs] = x times w [outputs, inputs], plus bias [outputs] or null.
+template <typename num>
+static void product(int64_t rows, int64_t inputs, int64_t outputs, int64_t threads, const num *x,
+                    const num *w, const num *bias, num *y) {
+#pragma omp parallel num_threads(threads)
+    linear<num>(rows, {x, nullptr}, w, bias, inputs, y, outputs);
+}
+
 CALLED(float32, pass<float>)
 CALLED(bfloat16, pass<bfloat16>)
+CALLED(product_float32, product<float>)
+CALLED(product_bfloat16, product<bfloat16>)
 
 extern "C" {
 int64_t room_for_float32(const Net<float> *net, const Pass<float> *p) { return room_for(*net, *p); }

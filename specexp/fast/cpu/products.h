@@ -6,11 +6,12 @@
 #include <immintrin.h>
 #endif
 
-// Rows of x and rows of w whose products are summed in registers at the same time.
+// Rows of x and rows of w whose products are summed in registers at the same time; rows of float w
+// that one token reads side by side.
 #ifdef __AVX512F__
-constexpr int TALL = 6, BROAD = 4;
+constexpr int TALL = 6, BROAD = 4, ALONE = 1;
 #else
-constexpr int TALL = 3, BROAD = 4;
+constexpr int TALL = 3, BROAD = 4, ALONE = BROAD;
 #endif
 constexpr int AHEAD = 1 << 14; // bytes by which weights are prefetched
 #ifdef __AVX__
@@ -36,7 +37,7 @@ static inline void add(vec &sums, vec a, vec b) { sums += a * b; }
 // as long as multiplying does not hold it up: by M more, or by making the weights float first.
 template <typename num, int M>
 constexpr int ABREAST = STEP<num> * sizeof(num) < sizeof(vec) ? BROAD
-                        : STEP<num> == LANES                  ? (M == 1 ? 1 : BROAD)
+                        : STEP<num> == LANES                  ? (M == 1 ? ALONE : BROAD)
                                                               : (M <= 4 ? 1 : 2);
 
 // Calls f(size, first row) for blocks of at most TALL rows; size is a compile-time constant.
@@ -48,9 +49,9 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
 // Dot products y [M, N] of M rows of x and N rows of w, each `size` long, set or added. Weights are
 // prefetched into the second-level cache, for the first one holds x; the processor does that better
 // by itself for one or two tokens that read one row after the other.
-template <int M, int N, typename num>
+template <int M, int N, typename num, typename out>
 static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
-                        int64_t size, float *y, int64_t y_stride, bool added) {
+                        int64_t size, out *y, int64_t y_stride, bool added) {
     constexpr int R = std::min(N, ABREAST<num, M>);
     vec acc[M][N];
     each<M>([&](auto i) { each<N>([&](auto j) { acc[i][j] = vec{}; }); });
@@ -80,7 +81,8 @@ static inline void tile(const num *x, int64_t x_stride, const num *w, const num 
             for (int64_t t = end; t < size; t++)
                 s[j] = std::fma(wide(x[i * x_stride + t]), wide(w[j * size + t]), s[j]);
             if (bias) s[j] += wide(bias[j]);
-            y[i * y_stride + j] = added ? y[i * y_stride + j] + s[j] : s[j];
+            out *to = y + i * y_stride + j;
+            narrow(added ? wide(*to) + s[j] : s[j], to);
         }
     });
 }

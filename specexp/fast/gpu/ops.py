@@ -17,7 +17,7 @@ from specexp.drafters.ngram import NGram
 from specexp.drafters.suffix import Suffix
 from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle
-from specexp.models import heads, lm
+from specexp.models import lm
 from specexp.models.cache import Slots
 from specexp.ops import kernel
 from specexp.sampling import Noise, Sampling, likeliest
@@ -87,7 +87,7 @@ else:
         fused.gated: layers.gated,
         fused.added_product: products.added_product,
         fused.gated_products: products.gated_products,
-        heads.product: products.product,
+        lm.product: products.product,
         likeliest: sampling.likeliest,
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
