@@ -44,10 +44,16 @@ static inline void put(vec out, float *y, int64_t count) {
     else memcpy(y, &out, count * sizeof *y);
 }
 
-// Returns the sum of w [size], and scales w to sum 1 if that is positive.
+// Returns the sum of w [size], and scales w to sum 1 if that is positive. It is summed by parts: a
+// small number that is added to a large sum is rounded away.
 static float scaled(int64_t size, float *w) {
     vec sums = {};
-    for (int64_t i = 0; i < size; i += LANES) sums += filled(w + i, size - i, 0);
+    for (int64_t i = 0, end; i < size; i = end) {
+        vec part = {};
+        end = std::min(i + LUMP, size);
+        for (int64_t j = i; j < end; j += LANES) part += filled(w + j, size - j, 0);
+        sums += part;
+    }
     const float total = sum(sums);
     for (int64_t i = 0; total > 0 && i < size; i++) w[i] /= total;
     return total;
