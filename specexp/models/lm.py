@@ -99,6 +99,8 @@ class Unfused:
 
     @classmethod
     def of(cls, module: Any) -> Unfused:
+        if not isinstance(module, nn.Module):
+            return cls(module)
         whole, parts = stepwise(module)
         if not parts:
             bias_by_position(whole := twin(module))
@@ -109,7 +111,7 @@ class Unfused:
             return cls(whole)
         net = cls(whole, parts, "cache_params" not in signature(whole.forward).parameters)
         if not parts[-1].states:
-            cache = SlotCache(module.config.get_text_config().num_hidden_layers, 1, 8)
+            cache = SlotCache(whole.config.get_text_config().num_hidden_layers, 1, 8)
             examine(parts, cache, lambda at, last: net(at, at, None, cache, (), last))
         return net
 

@@ -351,8 +351,7 @@ def keeps_state(module: nn.Module) -> bool:
 def stepwise(module: Any) -> tuple[Any, tuple[Stepwise, ...]]:
     """A causal LM's twin in which modules with states run over drafts, and what stands for them;
     the LM itself, if it has none."""
-    named = module.named_modules() if isinstance(module, nn.Module) else ()
-    paths = [name for name, part in named if keeps_state(part)]
+    paths = [name for name, part in module.named_modules() if keeps_state(part)]
     if not paths:
         return module, ()
     if module not in _TWINS:

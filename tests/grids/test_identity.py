@@ -190,6 +190,7 @@ def test_own_module_on_the_path_is_in_the_key_and_an_installed_one_is_not(tmp_pa
     (tmp_path / "lib" / "site-packages" / "theirs.py").write_text("")
     for folder in ("lib", "lib/site-packages"):
         monkeypatch.syspath_prepend(tmp_path / folder)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
     (tmp_path / "notebooks").mkdir()
     own = write(tmp_path / "notebooks" / "own.ipynb", "import mine, theirs, torch")
     assert files(own).keys() == {"mine.py (elsewhere)"}
