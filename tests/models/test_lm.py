@@ -1,6 +1,7 @@
 """Parity with transformers' own forward, and the memory of a cache."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -58,6 +59,26 @@ def test_linear_layers_are_operations_on_the_weights_of_an_unchanged_module(name
     assert {type(part) for part in linear} == {lms.Linear}
     assert {id(part.weight) for part in linear} <= {id(w) for w in net.parameters()}
     assert {at: type(part) for at, part in net.named_modules()} == before
+
+
+class Kept(torch.nn.Module):
+    """A linear layer of a library's own that has no copy."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.lock = linear.weight, threading.Lock()
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+def test_layer_that_has_no_copy_is_run_as_it_is():
+    net = module("gemma")
+    mlp = net.model.layers[0].mlp
+    mlp.down_proj = own = Kept(mlp.down_proj)
+    run = of_module(net).net.module
+    assert run.model.layers[0].mlp.down_proj is own
+    assert type(run.model.layers[0].mlp.up_proj) is lms.Linear
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon, ALiBi"])
