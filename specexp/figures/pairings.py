@@ -164,18 +164,20 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
 
 
 def bias_and_length(table: pd.DataFrame) -> Figure:
-    """Acceptance length over bias (total variation), one point a rule, both with their intervals;
-    from `summaries.biased`. Hollow: a rule that is lossy by its kind."""
-    lossy, most = table["rule"].str.contains("lossy"), max(0.1, table["bias_high"].max() * 1.05)
-    with style.canvas() as (figure, axes):
-        for at, (rule, look) in enumerate(style.marks(table["rule"]).items()):
-            fill = "none" if lossy.iloc[at] else look["color"]
-            style.points(axes, table.iloc[[at]], "bias", "length", ls="", label=rule, markersize=10,
-                         markerfacecolor=fill, markeredgewidth=2, **look)  # fmt: skip
-        axes.set(xlabel="bias: total variation of a round's first token to the target's p",
-                 ylabel="tokens a target pass",
-                 xlim=(-most / 40, most))  # fmt: skip
-        style.per_cent(axes, "x")
+    """Each rule's acceptance length and, beside it, its bias (total variation), with their
+    intervals; from `summaries.biased`. Hollow: a rule that is lossy by its kind."""
+    lossy, looks = table["rule"].str.contains("lossy"), style.marks(table["rule"])
+    for rule in table["rule"][lossy]:
+        looks[rule] = looks[rule] | {"markerfacecolor": "none", "markeredgewidth": 2}
+    tall = 2.0 + 0.42 * len(table)
+    with style.panels(2, 5.25, tall, sharey=True) as (figure, (lengths, biases)):
+        _bars(lengths, table, "rule", "length", looks)
+        lengths.set_xlabel("tokens a target pass")
+        _bars(biases, table, "rule", "bias", looks)
+        most = max(0.1, table["bias_high"].max() * 1.05)
+        biases.set(xlabel="bias (total variation, first token)", xlim=(-most / 40, most))
+        biases.locator_params("x", nbins=5)
+        style.per_cent(biases, "x")
         worst = table.loc[table["bias"].where(lossy, -1).idxmax()]
         value = worst[["bias", "bias_low", "bias_high"]].set_axis(["value", "low", "high"])
         style.title(figure,
@@ -200,24 +202,30 @@ def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure
             rest = table[["arm"]].merge(behind, on="arm", how="left")
             _rows(every[1], rest, "times", looks)
             every[1].set_xlabel(f"{table['arm'][0]} over each, paired by prompt")
-        every[0].set_yticks(range(len(table)), table["arm"])
-        every[0].set_ylim(len(table) - 0.5, -0.5)
         style.title(figure, _first(table, behind) + summaries.busy(table))
     return figure
 
 
+def _bars(axes: Axes, table: pd.DataFrame, by: str, column: str, looks: dict[str, Any]) -> None:
+    """A line a row, named by the column `by`, with the point of a column and its interval."""
+    for y, row in table.dropna(subset=[column]).iterrows():
+        axes.errorbar(row[column], y, xerr=style.ends(table.loc[[y]], column), capsize=3,
+                      markersize=8, **looks[row[by]])  # fmt: skip
+    axes.set_yticks(range(len(table)), table[by])
+    axes.set_ylim(len(table) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+
+
 def _rows(axes: Axes, table: pd.DataFrame, column: str, looks: dict[str, Any]) -> None:
-    """One line a row with its interval, and the numbers beside it."""
+    """How many times as fast each arm is, with its interval, and the numbers beside it."""
     axes.axvline(1, color=style.PLAIN, lw=1.5)
+    _bars(axes, table, "arm", column, looks)
     shown = table.dropna(subset=[column])
     for y, row in shown.iterrows():
-        axes.errorbar(row[column], y, xerr=style.ends(shown.loc[[y]], column), capsize=3,
-                      markersize=8, **looks[row["arm"]])  # fmt: skip
         axes.annotate(style.times(row, column), (1.0, y), xycoords=("axes fraction", "data"),
                       fontsize=10, va="center", color=style.INK)  # fmt: skip
     axes.set(xlim=(0.9 * min(1, shown["low"].min()), 1.1 * max(1, shown["high"].max())))
     style.log_axis(axes, "x")
-    axes.grid(axis="y", visible=False)
 
 
 def _first(table: pd.DataFrame, behind: pd.DataFrame | None) -> str:

@@ -160,11 +160,18 @@ def test_a_rule_is_lossy_by_its_kind_not_by_rounding():
     assert "Largest bias: typical (lossy), total variation 0% [0, 10]" in title(figure)
 
 
+def test_rules_without_a_bias_do_not_hide_each_other():
+    figure = figures.pairings.bias_and_length(rules(reject=(2.0, 0), block=(2.0, 0)))
+    for axes in figure.axes:
+        assert sorted({line.get_ydata()[0] for line in axes.lines}) == [0, 1]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["reject", "block"]
+
+
 @pytest.mark.parametrize("bias", [0.02, 0.14, 0.9])
 def test_percentages_on_an_axis_are_those_of_its_ticks(bias):
     figure = figures.pairings.bias_and_length(rules(**{"typical (lossy)": (2.0, bias)}))
     figure.canvas.draw()
-    [axes] = figure.axes
+    [_, axes] = figure.axes
     shown = [label.get_text().replace("−", "-") for label in axes.get_xticklabels()]
     assert [float(label.rstrip("%")) for label in shown] == pytest.approx(100 * axes.get_xticks())
 
