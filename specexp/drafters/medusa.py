@@ -42,7 +42,7 @@ class MedusaHeads(Drafter):
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         def step(level: Level) -> Tensor:
-            logits = self.heads.guess(level.depth, self.last[seqs.rows], self.vocab)
+            logits = self.heads.logits(level.depth, self.last[seqs.rows], self.vocab)
             return logits.expand(-1, level.tokens.shape[1], -1)
 
         return grow(seqs, tree, step, self.sampling, rng)

@@ -274,7 +274,7 @@ def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40
     """What a round of each arm costs, in time (see `_phases`) and in memory.
 
     One row an arm, with columns arm; draft_s, verify_s, rest_s (seconds of a round) and step_s (of
-    a plain step); guesses (draft tokens of a round); weights_mb and kv_bytes (MB, and bytes a
+    a plain step); drafted (draft tokens of a round); weights_mb and kv_bytes (MB, and bytes a
     token, that the drafter needs besides the target's)."""
     first = next(iter(arms.values()))
     engines = {None: first.engine.plain(), **{arm: pairing.engine for arm, pairing in arms.items()}}
@@ -284,7 +284,7 @@ def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40
     return pd.DataFrame(
         {
             "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
-            "guesses": len(lone_tree(engines[arm])) - 1,
+            "drafted": len(lone_tree(engines[arm])) - 1,
             "weights_mb": added_bytes(engines[arm]) / 1e6,
             "kv_bytes": sum(m.kv_bytes(m.cache.size) // m.cache.size
                             for m in engines[arm].drafter.models

@@ -55,14 +55,14 @@ class Medusa(nn.ModuleList):
         """The output matrix [V, E] of each head."""
         return [p for name, p in self.named_parameters() if "linear" not in name]
 
-    def guess(self, k: int, hidden: Tensor, vocab: int | None = None) -> Tensor:
+    def logits(self, k: int, hidden: Tensor, vocab: int | None = None) -> Tensor:
         """Logits [..., V] of head k alone, optionally of the first `vocab` tokens."""
         head: Any = self[k]
         x = head[:-1](hidden.reshape(-1, hidden.shape[-1]))
         return product(x, head[-1].weight[:vocab], None).view(*hidden.shape[:-1], -1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return torch.stack([self.guess(k, hidden) for k in range(len(self))])
+        return torch.stack([self.logits(k, hidden) for k in range(len(self))])
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ _EAGLE = (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), FOLLOW),)
 _HEADS = (
     HeadRecipe(
         "medusa",
-        "Medusa heads: three guesses from the target's last hidden state.",
+        "Medusa heads: three draft tokens from the target's last hidden state.",
         (
             Course((Phase(320, 32, 256),), FOLLOW, adam_lr=1.5e-3),
             Course((Phase(700, 32, 256),), FOLLOW, adam_lr=2e-3),

@@ -45,7 +45,7 @@ def slow(*args, **asked) -> Engine:
 @pytest.mark.parametrize("tree", ["empty", "chain", "branching", "grown"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_replayed_rounds_are_the_rounds(kind, tree, law):
-    """Guess for guess, in batches one after the other, of rows that end one after the other."""
+    """Token for token, in batches one after the other, of rows that end one after the other."""
     rule, temperature = law
     if rule == "block" and tree in ("branching", "grown"):
         rule = "match"

@@ -65,7 +65,7 @@ class Turns:
 
 
 def told(found):
-    """All that a generation says: texts, and every guess of every round."""
+    """All that a generation says: texts, and every draft token of every round."""
     return found.tokens, [r.steps for r in found.trace.rounds]
 
 
@@ -73,7 +73,7 @@ def told(found):
 @pytest.mark.parametrize(("tree", "rule", "temperature"), CASES)
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_replayed_rounds_are_the_rounds(kind, tree, rule, temperature, device):
-    """Guess for guess, to the last bit, in batches one after the other in the same memory."""
+    """Token for token, to the last bit, in batches one after the other in the same memory."""
     asked = {"temperature": temperature, "dtype": torch.float32, "device": device}
     one, other = (make(engine(kind, tree, rule, **asked)) for make in (taped, untaped))
     for prompts in (PROMPTS, PROMPTS[2:4]):
@@ -199,14 +199,14 @@ class Elsewhere(Recycle):
 
 
 class Counts(Drafter):
-    """Guesses the number of the round, which it keeps on the host."""
+    """Drafts the number of the round, which it keeps on the host."""
 
     name, number = "counts", 0
 
     def propose(self, seqs, tree, rng):
         self.number += 1
-        guesses = torch.full_like(seqs.tokens[:, 1 : len(tree)], self.number % 32)
-        return seqs.draft(tree.nodes(seqs.tokens.device), guesses)
+        drafted = torch.full_like(seqs.tokens[:, 1 : len(tree)], self.number % 32)
+        return seqs.draft(tree.nodes(seqs.tokens.device), drafted)
 
 
 class CountsAndSaysSo(Counts):
@@ -217,7 +217,7 @@ class CountsAndSaysSo(Counts):
 
 @pytest.mark.parametrize("spoilt", [Elsewhere, Counts, CountsAndSaysSo])
 def test_a_drafter_that_breaks_the_contract_is_noticed(spoilt):
-    """The text is exact even so; the guesses are others."""
+    """The text is exact even so; the drafts are others."""
     found = []
     for make in (taped, untaped):
         null = engine("null", "chain", "match", temperature=0.9)
@@ -225,9 +225,9 @@ def test_a_drafter_that_breaks_the_contract_is_noticed(spoilt):
         drafter.__class__ = spoilt
         made = make(Engine(null.target, drafter, null.policy, null.sampling, null.rule))
         found.append(told(made.generate(PROMPTS, 60)))
-    (texts, guesses), (wanted, others) = found
+    (texts, drafts), (wanted, others) = found
     assert texts == wanted
-    assert (guesses == others) == (spoilt is CountsAndSaysSo)
+    assert (drafts == others) == (spoilt is CountsAndSaysSo)
 
 
 class Host(DraftModel):
@@ -241,9 +241,9 @@ class Host(DraftModel):
 def hosted(device: str, says: bool) -> Engine:
     law = Sampling()
     target = of_module(module("llama", torch.float32, device), "target")
-    guess = Host(of_module(copy.deepcopy(draft_module(torch.float32)).to(device), "draft"), law)
-    guess.on_host = says
-    return Engine(target, guess, Fixed(Tree.branching(2, 2)), law, Match())
+    drafts = Host(of_module(copy.deepcopy(draft_module(torch.float32)).to(device), "draft"), law)
+    drafts.on_host = says
+    return Engine(target, drafts, Fixed(Tree.branching(2, 2)), law, Match())
 
 
 @on_every_device
@@ -281,16 +281,16 @@ def test_where_one_could_not_be_recorded_another_is(device):
 
 @torch.inference_mode()
 def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int]]]:
-    """What is guessed when draft and verify are recorded apart and the rest is not."""
+    """What is drafted when draft and verify are recorded apart and the rest is not."""
     seqs = made.begin(Sequences.of(PROMPTS, 60, slack=10))
-    guessed = []
+    drafts = []
     for i in range(rounds):
         tree = trees[i % len(trees)]
         draft = made.recorder.part(made, "draft", made.draft, seqs, tree)
-        guessed.append(draft.tokens.tolist())
+        drafts.append(draft.tokens.tolist())
         seen = made.recorder.part(made, "verify", made.verify, seqs, draft)
         made.commit(seqs, draft, made.accept(draft, seen), seen)
-    return guessed
+    return drafts
 
 
 @pytest.mark.parametrize("kind", ["model", "medusa", "eagle3", "crossed", "recycle", "planted"])

@@ -112,7 +112,7 @@ def test_first_of_equals_is_ranked_first(size):
 
 
 def decided(noise: Noise, keys: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """[B] bool: is a chosen guess kept of which the target is as sure as p [B]?"""
+    """[B] bool: is a chosen draft token kept of which the target is as sure as p [B]?"""
     B, nodes = len(p), Tree.chain(1).nodes("cpu")
     law = torch.stack([p, 1 - p], 1)[:, None].expand(-1, 2, -1).contiguous()
     text = Sequences.empty(B, 2)
@@ -150,11 +150,11 @@ def test_verdicts_do_not_depend_on_rows_or_threads():
     torch.manual_seed(0)
     V, noise, threads = 33_001, Noise(0), torch.get_num_threads()
     nodes, seqs = Tree.chain(1).nodes("cpu"), Sequences.of([[1], [2], [3]], 3, slack=1)
-    logits, guesses = torch.randn(3, 2, V), torch.randint(0, V, (3, 1))
+    logits, drafted = torch.randn(3, 2, V), torch.randint(0, V, (3, 1))
 
     def made(rows: slice) -> list[torch.Tensor]:
         few = seqs.window(rows.start, rows.stop - rows.start)
-        draft = few.draft(nodes, guesses[rows])
+        draft = few.draft(nodes, drafted[rows])
         p = Sampling(0.8, top_p=0.9).law(logits[rows])
         verdict = Reject()(draft, p, noise)
         return [p, noise.race(p, draft.keys, TOKEN), verdict.n, verdict.new]
@@ -195,8 +195,8 @@ def test_guess_outside_vocabulary_is_refused(rule):
 @pytest.mark.parametrize("rule", [Reject(), Block()])
 def test_q_of_another_vocabulary_is_refused(rule):
     seqs = Sequences.of([[1], [2]], 3, slack=1)
-    guesses, q = torch.tensor([[0], [3]]), torch.full((2, 2, 4), 0.25)
-    draft = seqs.draft(Tree.chain(1).nodes("cpu"), guesses, q)
+    drafted, q = torch.tensor([[0], [3]]), torch.full((2, 2, 4), 0.25)
+    draft = seqs.draft(Tree.chain(1).nodes("cpu"), drafted, q)
     with pytest.raises(RuntimeError, match="must match the size"):
         rule(draft, torch.full((2, 2, 5), 0.2), Noise(0))
 

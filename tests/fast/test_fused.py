@@ -78,12 +78,12 @@ def unfused(net) -> LM:
 
 
 def passed(lm: LM, taps: tuple[int, ...]):
-    """States of the prompts, and what verifying a tree of guesses sees, over a ragged batch."""
+    """States of the prompts, and what verifying a draft tree sees, over a ragged batch."""
     seqs = Sequences.of(PROMPTS, 4, slack=len(TREE), device=lm.device)
-    guesses = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
+    drafted = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
     lm.allocate(*seqs.tokens.shape)
     states = lm.prefill(seqs, 0, int(seqs.length.max()) - 1, taps)
-    draft = seqs.draft(TREE.nodes(lm.device), guesses.to(lm.device))
+    draft = seqs.draft(TREE.nodes(lm.device), drafted.to(lm.device))
     if states is not None:  # for padding they are unspecified
         place = torch.arange(states.shape[1], device=lm.device)
         states = states[place < seqs.length[:, None] - 1]

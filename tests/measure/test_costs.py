@@ -55,13 +55,13 @@ def test_measure_times_full_drafts(engine, monkeypatch):
 
 @pytest.fixture
 def played(monkeypatch) -> list[tuple[int, int, int]]:
-    """The rounds that are timed from now on: rows, slots and guesses of each. Each takes a
-    second, and a tenth for each guess."""
+    """The rounds that are timed from now on: rows, slots and draft tokens of each. Each takes a
+    second, and a tenth for each draft token."""
     found = []
 
     def spy(engine, seqs, tree):
-        found.append((*seqs.tokens.shape, guesses := len(tree) - 1))
-        return 0.1 * guesses, 1 + 0.1 * guesses
+        found.append((*seqs.tokens.shape, drafted := len(tree) - 1))
+        return 0.1 * drafted, 1 + 0.1 * drafted
 
     monkeypatch.setattr(costs, "_round", spy)
     return found
@@ -87,8 +87,8 @@ def test_measure_alternates_draft_lengths(engine, played, monkeypatch):
     monkeypatch.setattr(costs, "BLOCK", 3)
     costs.measure(engine, [[1, 2, 3]], [1], [2], [16], repeats=1)
     calm, lead = costs.CALM, costs.LEAD
-    guesses = [gamma for _, _, gamma in played]
-    assert guesses == [0] * (calm + 3) + [2] * (lead + 3) + [2] * (lead + 2) + [0] * (calm + 2)
+    drafted = [gamma for _, _, gamma in played]
+    assert drafted == [0] * (calm + 3) + [2] * (lead + 3) + [2] * (lead + 2) + [0] * (calm + 2)
 
 
 def test_a_pass_shorter_than_a_plain_one_is_timed_again(engine, monkeypatch):

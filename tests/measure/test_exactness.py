@@ -76,7 +76,7 @@ def test_near_winners_of_processed_logits_are_processed(temperature):
 
 
 class AcceptAll(Match):
-    """The planted bug: every guess is kept, whatever the target says."""
+    """The planted bug: every draft token is kept, whatever the target says."""
 
     def __call__(self, draft, p, rng):
         path, n = draft.nodes.accepted(torch.ones_like(draft.tokens, dtype=torch.bool))

@@ -76,7 +76,7 @@ def test_assisted_generation_drafts_gamma_tokens_every_round(pairing):
         [row] = write([[5, 6, 7]])
     hook.remove()
     assert len(row) == 30
-    assert widths[0] == 3 + 3  # the prompt and the first guesses
+    assert widths[0] == 3 + 3  # the prompt and the first draft tokens
     assert set(widths[1:-3]) == {1 + 3}
 
 

@@ -136,7 +136,7 @@ def test_simulation_depends_on_seed_only():
 
 
 def test_simulation_uses_acceptance_by_category():
-    """Guesses on code are always kept, on messy text never."""
+    """Draft tokens on code are always kept, on messy text never."""
     accepted = pd.DataFrame({
         "category": ["code", "messy"], "gamma": 5,
         "record": [Acceptance(50, 60, 0, (0, 0, 0, 0, 0, 10)), Acceptance(50, 10, 0, (10,))],

@@ -94,7 +94,7 @@ def test_clearly_faster_arm_among_slow_ones_is_found():
 
 @pytest.mark.parametrize(("prompts", "least"), [(5, 0.4), (20, 0.8)])
 def test_share_of_all_accepted_is_not_certain(prompts, least):
-    """As if every prompt were one guess: the interval of Clopper and Pearson."""
+    """As if every prompt were one draft token: the interval of Clopper and Pearson."""
     found = statistics.share([20] * prompts, [20] * prompts)
     assert least < found.low < 0.025 ** (1 / prompts) + 0.03
     assert found.high == 1

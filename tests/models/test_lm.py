@@ -35,15 +35,15 @@ def test_tree_logits_match_each_path_alone_in_a_ragged_batch(family):
     net = module(family)
     target = of_module(net)
     seqs = Sequences.of(PROMPTS, 4, slack=len(TREE))
-    guesses = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
+    drafted = torch.randint(0, 32, (len(PROMPTS), len(TREE) - 1), generator=torch.manual_seed(1))
     filled(target, seqs)
-    seen = target.verify(seqs, seqs.draft(TREE.nodes("cpu"), guesses), taps=(0, 1))
+    seen = target.verify(seqs, seqs.draft(TREE.nodes("cpu"), drafted), taps=(0, 1))
     assert seen.hidden.shape == (len(PROMPTS), len(TREE), 2 * 32)
     for row, prompt in enumerate(PROMPTS):
         for node in range(len(TREE)):
             path, at = [], node
             while at > 0:
-                path.insert(0, int(guesses[row, at - 1]))
+                path.insert(0, int(drafted[row, at - 1]))
                 at = TREE.parents[at]
             with torch.no_grad():
                 alone = net(torch.tensor([prompt + path]), use_cache=False).logits[0, -1]

@@ -97,7 +97,7 @@ def test_speedup_matches_theory(kept, gamma, batch, context):
 
 
 def test_plan_pays_for_padding_unless_passes_pack():
-    """Rows of three guesses, of one and of none; the last one has no part in the round."""
+    """Rows of three draft tokens, of one and of none; the last one has no part in the round."""
     padded = planted()
     packed = replace(padded, about=ABOUT | {"passes": "native"})
     law = packed.fit()

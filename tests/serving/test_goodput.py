@@ -24,11 +24,11 @@ from specexp.serving.goodput import GAMMAS, LONG, Choice, Goodput, Slowdown
 from specexp.trace import Step
 from specexp.tree import Tree
 
-HALF = [0] * 16 + [1] * 8 + [2] * 4 + [3] * 2 + [4, 5]  # guesses kept by chances of 1/2
+HALF = [0] * 16 + [1] * 8 + [2] * 4 + [3] * 2 + [4, 5]  # draft tokens kept by chances of 1/2
 
 
 LAWS = st.fixed_dictionaries({
-    "floor": st.floats(1e-4, 1e-1), "token": st.floats(1e-5, 1e-2), "guess": st.floats(0, 1e-2)
+    "floor": st.floats(1e-4, 1e-1), "token": st.floats(1e-5, 1e-2), "draft": st.floats(0, 1e-2)
 })  # fmt: skip
 
 
@@ -64,10 +64,10 @@ class Counted(Choice):
         super().decide(*known)
 
 
-@pytest.mark.parametrize("guess", [5e-4, 1.0])
-def test_decisions_become_rarer_while_nothing_changes(guess):
-    """All draft, or nobody, as guesses cost; drafts that are always kept leave nothing to try."""
-    costs = table(guess=guess)
+@pytest.mark.parametrize("draft", [5e-4, 1.0])
+def test_decisions_become_rarer_while_nothing_changes(draft):
+    """All draft where it is cheap, nobody where it is dear; what is always kept needs no trying."""
+    costs = table(draft=draft)
     policy = Goodput(costs, (5,))
     policy.choice = Counted()
     closed_loop(policy, costs, alike(1.0), streams=4, count=200)
@@ -87,8 +87,8 @@ def test_decides_at_once_when_a_crowd_has_gone():
 
 @pytest.mark.parametrize(("better", "least", "most"), [(1.02, 8, 60), (2.0, 0, 4)])
 def test_close_plans_are_tried_often_and_bad_ones_seldom(better, least, most):
-    """A guess is always kept: to draft one is worth so much."""
-    costs = table(floor=1e-2, token=0.0, guess=2e-2 / better - 1e-2)
+    """A draft token is always kept: to draft one is worth so much."""
+    costs = table(floor=1e-2, token=0.0, draft=2e-2 / better - 1e-2)
     policy = Recorded(tuned(costs, gammas=(1,), prior=1.0))
     closed_loop(policy, costs, alike(1.0), streams=1, count=60)
     drafts = policy.drafts()
@@ -97,9 +97,9 @@ def test_close_plans_are_tried_often_and_bad_ones_seldom(better, least, most):
 
 
 def test_tokens_that_are_seldom_made_are_cheap_where_passes_pack():
-    """A guess of which seven in ten are kept costs a sixth of a step: a tenth of the rounds with
-    one pays only where the others do not pay for it."""
-    law, steps = {"floor": 1e-2, "token": 2e-3, "guess": 0.0}, [Step(0, 1, 1, 2)] * 7
+    """A draft token costs a sixth of a step and is kept seven times in ten: drafting one in a tenth
+    of the rounds pays only where the others do not pay for it."""
+    law, steps = {"floor": 1e-2, "token": 2e-3, "draft": 0.0}, [Step(0, 1, 1, 2)] * 7
     steps += [Step(0, 1, 0, 1)] * 3 + [Step(0, 0, 0, 1)] * 90
     for packs in (False, True):
         policy = tuned(table(packs=packs, **law), gammas=(1,), prior_tokens=1e-9, margin=0.0)
@@ -110,8 +110,8 @@ def test_tokens_that_are_seldom_made_are_cheap_where_passes_pack():
 
 @pytest.mark.parametrize(("margin", "moves"), [(0.0, True), (0.09, True), (0.11, False)])
 def test_plan_changes_only_beyond_the_margin(margin, moves):
-    """A guess adds half a step. 13 of 20 kept: to draft gains 10 %; 4 of 11: to stop does."""
-    options = {"costs": table(token=1e-9, guess=5e-3), "gammas": (1,), "margin": margin}
+    """A draft token adds half a step. 13 of 20 kept: to draft gains 10 %; 4 of 11: to stop does."""
+    options = {"costs": table(token=1e-9, draft=5e-3), "gammas": (1,), "margin": margin}
     begins = informed([1] * 13 + [0] * 7, **options)
     assert chosen(begins, 1) == (1 if moves else 0)
     stops = informed([1] * 4, **options)
@@ -148,7 +148,7 @@ def test_rows_in_prefill_are_not_priced(monkeypatch):
 
 
 def test_slowdown_is_learned_by_size_class():
-    """A guess is always kept and a second one never."""
+    """A draft token is always kept and a second one never."""
     policy = informed([1] * 32, table())
     assert [chosen(policy, rows) for rows in (1, 8)] == [1, 1]
     for depth in (1, 0) * 4:

@@ -30,7 +30,7 @@ from specexp.tree import Tree
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_useless_drafter_is_dropped_but_retried(packs):
-    costs = table(packs=packs, guess=5e-3)
+    costs = table(packs=packs, draft=5e-3)
     policy = Recorded(Goodput(costs))
     closed_loop(policy, costs, alike(0.0), streams=8, count=320)
     plans = [depths(plan, 8) for at, plan in policy.choices if at.rows == 8]
@@ -44,7 +44,7 @@ def test_useless_drafter_is_dropped_but_retried(packs):
 def test_hopeless_plans_are_never_tried():
     """Every token in a pass costs as much as a step, and drafting one as much again: not even
     with a table a standard error better would it pay."""
-    steep = table(floor=1e-6, token=1e-2, guess=8e-2)
+    steep = table(floor=1e-6, token=1e-2, draft=8e-2)
     policy = Recorded(Goodput(steep))
     closed_loop(policy, steep, alike(0.9), streams=8, count=40)
     assert len(policy.choices) > 600
@@ -78,7 +78,7 @@ def test_wrong_cost_table_is_corrected(dear, alpha):
 def test_slow_machine_does_not_change_the_choice(streams):
     """Half as fast as when the table was made: what was best is best, and is soon chosen."""
     said, dear = table(token=3e-4), dict.fromkeys((0, *CHAINS), 2.0)
-    truth = table(dear, token=3e-4, guess=1e-3)
+    truth = table(dear, token=3e-4, draft=1e-3)
     server = closed_loop(Goodput(said), truth, alike(0.6), streams, 8 * streams, new=80)
     fixed = {g: closed_loop(Fixed(Tree.chain(g)), truth, alike(0.6), streams, 8 * streams, new=80)
              for g in (0, *GAMMAS)}  # fmt: skip
@@ -121,8 +121,8 @@ class Busy(SimulatedRows):
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_drafts_resume_after_a_busy_neighbour(packs):
-    """Guesses bring 1.5 times as many tokens for 1.3 times the time, or for twice the time."""
-    costs = table(packs=packs, guess=2.5e-3)
+    """Draft tokens bring 1.5 times as many tokens for 1.3 times the time, or for twice the time."""
+    costs = table(packs=packs, draft=2.5e-3)
     policy = Recorded(Goodput(costs))
     bank = Busy(costs, alike(0.5), 2, 512, policy.widest, until=5)
     serve(Server(bank, policy), Source([Request(range(20), 200, stream=i) for i in range(60)], 2))
@@ -151,7 +151,7 @@ class Recording(SimulatedRows):
 def test_recorded_rounds_are_not_timed():
     """The table makes too little of the longest; the others are tried. Who takes the times of such
     rounds for the rest does not try the best again for long."""
-    truth, said = table({5: 1.35}, guess=1e-3), table(guess=1e-3)
+    truth, said = table({5: 1.35}, draft=1e-3), table(draft=1e-3)
     best = speed(closed_loop(Fixed(Tree.chain(3)), truth, alike(0.8), 2, 60))
     found = {}
     for says in (True, False):
@@ -181,8 +181,8 @@ class Cooling(SimulatedRows):
 def test_cold_plain_steps_are_not_timed():
     """The table makes too little of every draft, and plain decoding is best. Who takes the first
     steps after a draft for the rest goes on to draft."""
-    said = table(guess=1e-3)
-    truth = table(dict.fromkeys(GAMMAS, 1.7), guess=1e-3)
+    said = table(draft=1e-3)
+    truth = table(dict.fromkeys(GAMMAS, 1.7), draft=1e-3)
     plain = speed(closed_loop(Fixed(Tree.chain(0)), truth, alike(0.4), 2, 60))
     found = {}
     for calm in (CALM, 0):
@@ -225,7 +225,7 @@ def test_reading_new_prompts_is_a_cost_of_drafting():
 
 def test_goodput_matches_best_fixed_choice_at_all_loads():
     """Drafts of 3 win alone, none win in a crowd; told neither, it loses 2 % at most."""
-    law, best = {"token": 4e-4, "guess": 1e-3}, {}
+    law, best = {"token": 4e-4, "draft": 1e-3}, {}
     for streams in BATCHES:
         count = max(60, 8 * streams)
         ways = {g: Fixed(Tree.chain(g)) for g in (0, *GAMMAS)} | {"goodput": Goodput(table(**law))}
@@ -245,7 +245,7 @@ def test_goodput_matches_best_fixed_choice_at_all_loads():
 @pytest.mark.parametrize("streams", [1, 2, 4, 8, 16, 64])
 def test_goodput_matches_best_fixed_choice_on_mixed_texts(streams):
     """Easy, middling and hard texts, all with the same draft length."""
-    costs = table(packs=True, token=4e-4, guess=1e-3)
+    costs = table(packs=True, token=4e-4, draft=1e-3)
     chances = [[0.95] * 5, [0.6] * 5, [0.2] * 5]
     ways = {g: Fixed(Tree.chain(g)) for g in (0, *GAMMAS)} | {"goodput": Goodput(costs)}
     found = {

@@ -44,7 +44,7 @@ def test_acceptance_is_conditional_on_the_token_before():
 @given(
     st.lists(st.integers(0, 5), min_size=5, max_size=20), st.integers(1, 64),
     st.fixed_dictionaries({"floor": st.floats(1e-4, 1e-1), "token": st.floats(1e-5, 1e-2),
-                           "guess": st.floats(0, 1e-2)}),
+                           "draft": st.floats(0, 1e-2)}),
 )  # fmt: skip
 def test_choice_maximises_expected_tokens_over_cost(kept, rows, law):
     """Counted here anew, after so many rounds that the hope has faded."""
@@ -57,7 +57,7 @@ def test_choice_maximises_expected_tokens_over_cost(kept, rows, law):
 
 
 def test_first_drafts_are_hoped_for():
-    assert Greedy(table(guess=1e-3), GAMMAS).choose(load(1)).tree.depth == max(GAMMAS)
+    assert Greedy(table(draft=1e-3), GAMMAS).choose(load(1)).tree.depth == max(GAMMAS)
 
 
 def test_drafting_is_tried_again_after_many_plain_rounds():
@@ -72,7 +72,7 @@ def test_drafting_is_tried_again_after_many_plain_rounds():
 
 
 def test_depths_unseen_for_long_are_hoped_for():
-    policy = Greedy(table(guess=1e-3), GAMMAS)
+    policy = Greedy(table(draft=1e-3), GAMMAS)
     policy.judged = policy.accepted = [0.0] * 5
     assert policy.choose(load(1)).tree.depth == max(GAMMAS)
 
@@ -86,7 +86,7 @@ def test_counts_never_exceed_what_was_judged():
 
 
 def test_greedy_is_near_the_best_fixed_choice_at_all_loads():
-    law, best = {"token": 4e-4, "guess": 1e-3}, {}
+    law, best = {"token": 4e-4, "draft": 1e-3}, {}
     for streams in BATCHES:
         count = max(60, 8 * streams)
         ways = {g: Fixed(Tree.chain(g)) for g in (0, *GAMMAS)}

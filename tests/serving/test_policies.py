@@ -214,7 +214,7 @@ def test_bandit_ignores_recorded_rounds():
 def test_bandit_finds_the_fastest_length(alpha, best):
     """Nothing told: by trying every length, and mostly the better ones."""
     policy = Recorded(Bandit())
-    closed_loop(policy, table(guess=2e-3), alike(alpha), streams=4, count=60)
+    closed_loop(policy, table(draft=2e-3), alike(alpha), streams=4, count=60)
     tried = policy.drafts()
     assert set(tried[:100]) == {0, 1, 2, 3, 5}
     late = tried[300:]

@@ -147,7 +147,7 @@ def test_rehearsal_stops_when_memory_is_short(monkeypatch):
 
 
 def test_text_beyond_drafter_context_spares_other_rows(caplog):
-    """The target drafts for itself: whatever is guessed is kept. While a longer text than the
+    """The target drafts for itself: whatever is drafted is kept. While a longer text than the
     drafter can take is there nobody drafts."""
     made = engine("self", "chain", "match")
     made.drafter.context, made.drafter.name = 40, "a draft of forty tokens"

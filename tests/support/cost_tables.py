@@ -14,7 +14,7 @@ BATCHES, GAMMAS, CONTEXTS, LENGTHS = (1, 2, 4, 8, 16), (0, 1, 3, 5), (64, 128), 
 def planted(
     floor: float = 5e-3, token: float = 1e-4, slot: float = 1e-6, draft: float = 1e-3
 ) -> Costs:
-    """A table of passes that are exactly a floor and two slopes; a guess costs `draft`."""
+    """A table of passes that are exactly a floor and two slopes; a draft token costs `draft`."""
     law = Fit(floor, token, slot, 1.0)
     tokens = tuple(g + 1 for g in GAMMAS)
     return Costs(

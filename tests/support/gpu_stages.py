@@ -61,7 +61,7 @@ TINY = {
 }  # fmt: skip
 NEW = 48  # tokens of a text
 FEW = 3  # texts of a pair of which transformers writes a token in 30 ms
-DAMP = 0.045  # of deeper layers: the first 4 of 32 then guess about 4 of 5 tokens
+DAMP = 0.045  # of deeper layers: the first 4 of 32 then draft about 4 of 5 tokens right
 BATCHES = (1, 8, 32, 128, 256)
 STREAMS, GAMMAS, TURNS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (2, 5), 3
 PASSES = [(B, n, S) for B in (1, 8, 32) for n in (1, 6) for S in (256, 4096)]

@@ -253,7 +253,7 @@ def round_report(dice: Dice) -> Case:
 
 
 def follow(dice: Dice) -> Case:
-    """Guesses agree often, some were not made."""
+    """Draft tokens agree often, some were not made."""
     seqs, tree = dice.rows(), dice.tree()
     B, nodes = len(seqs.length), dice.nodes(tree, len(seqs.length))
     draft = seqs.draft(nodes, dice.whole(-1, 2, B, len(tree) - 1))

@@ -16,19 +16,19 @@ BATCHES, CHAINS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 5)
 
 
 def seconds(
-    b: int, gamma: int, floor: float = 1e-2, token: float = 1e-4, guess: float = 5e-4
+    b: int, gamma: int, floor: float = 1e-2, token: float = 1e-4, draft: float = 5e-4
 ) -> float:
-    """A round: a floor, what each token in the pass adds, and so much for a guess of every row."""
-    return floor + b * (gamma + 1) * token + guess * gamma
+    """A round: a floor, what each token in the pass adds, and so much for each draft token."""
+    return floor + b * (gamma + 1) * token + draft * gamma
 
 
 def table(dear: dict[int, float] | None = None, packs: bool = False, **law: float) -> Costs:
     """`seconds` as a table; passes of a draft length in `dear` take so many times as long; packs:
-    guesses that are not made cost nothing."""
+    draft tokens that are not made cost nothing."""
     dear = dear or {}
-    guess = law.pop("guess", 5e-4)
-    verify = [[[seconds(b, g, guess=0, **law) * dear.get(g, 1)] for g in CHAINS] for b in BATCHES]
-    draft = [[[guess * g] for g in CHAINS] for _ in BATCHES]
+    each = law.pop("draft", 5e-4)
+    verify = [[[seconds(b, g, draft=0, **law) * dear.get(g, 1)] for g in CHAINS] for b in BATCHES]
+    draft = [[[each * g] for g in CHAINS] for _ in BATCHES]
     return Costs(
         {"passes": "native" if packs else "fused"},
         BATCHES, tuple(g + 1 for g in CHAINS), (512,), np.array(verify), CHAINS, np.array(draft),

@@ -144,8 +144,8 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
     draft = of_module(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
     if kind == "crossed":
         return Crossed(draft, TokenMap(Alphabet(0), Alphabet(5), V), law)
-    guess = DraftModel(draft, law, chosen=kind == "chosen")
-    return Planted(0.7, target, guess, law, seed, 4) if kind == "planted" else guess
+    model = DraftModel(draft, law, chosen=kind == "chosen")
+    return Planted(0.7, target, model, law, seed, 4) if kind == "planted" else model
 
 
 class Alphabet:
@@ -200,8 +200,8 @@ def engine(kind="model", tree="chain", rule="reject", family="llama", temperatur
     law = Sampling(temperature)
     target = of_module(module(family, dtype, device), "target", vocab)
     shape = TREES[tree] if isinstance(tree, str) else tree
-    guess = drafter(kind, target, law, seed)
-    return Engine(target, guess, Fixed(shape), law, RULES[rule], seed, eos)
+    drafts = drafter(kind, target, law, seed)
+    return Engine(target, drafts, Fixed(shape), law, RULES[rule], seed, eos)
 
 
 def processed(made: Engine, **config: object) -> Engine:

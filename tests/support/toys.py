@@ -110,7 +110,7 @@ class Toy:
 
 
 class Scripted(Drafter):
-    """Guesses chosen anyhow: a hash of the text and the node; twins among siblings, -1 here and
+    """Arbitrary draft tokens: a hash of the text and the node; twins among siblings, -1 here and
     there. The hardest drafter for a rule that does not know q."""
 
     name = "scripted"

@@ -38,7 +38,7 @@ def test_loss_is_least_at_the_heads_own_distribution():
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_inputs_and_targets_match_drafting(kind):
-    """Guess `number` of a chain that leaves the text anywhere: what is said of it, and its law."""
+    """Token `number` of a draft that leaves the text anywhere: what is said of it, and its law."""
     net, target = heads(kind), module()
     drawn = torch.randint(0, V, (1, 14), generator=torch.Generator().manual_seed(1))
     text, drafter = drawn[0].tolist(), SimpleNamespace(heads=net, net=net)

@@ -267,8 +267,8 @@ def test_target_copies_from_its_context(zoo, tokenizer):
         start = len(tokenizer(before)["input_ids"])
         change = len(tokenizer(f"{before}\n\n{heading}\n")["input_ids"])
         with torch.no_grad():
-            guesses = zoo["target-10m"](ids).logits[0, :-1].argmax(-1)
-        right = (guesses == ids[0, 1:]).tolist()
+            predicted = zoo["target-10m"](ids).logits[0, :-1].argmax(-1)
+        right = (predicted == ids[0, 1:]).tolist()
         first += right[: start - 1]
         second += right[change - 1 :]
     assert np.mean(second) > 0.85

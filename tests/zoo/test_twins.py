@@ -161,9 +161,9 @@ def test_agreement_is_of_the_greedy_text_of_the_target(pairs):
     start = torch.randint(1, VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(5))
     whole = torch.cat([start, text], 1)
     with torch.no_grad():
-        said, guess = (m(whole).logits[:, 15:-1, :VOCABULARY].argmax(-1) for m in (model, cut))
+        said, drafted = (m(whole).logits[:, 15:-1, :VOCABULARY].argmax(-1) for m in (model, cut))
     assert torch.equal(said, text)
-    assert torch.equal(guess == said, agrees)
+    assert torch.equal(drafted == said, agrees)
 
 
 def test_agreement_falls_with_the_factor():

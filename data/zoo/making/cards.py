@@ -153,7 +153,7 @@ def _figures(facts: Mapping[str, Any]) -> str:
         notes += (
             " Both given the true text before each position, agreement is how often this model and "
             "the target have the same most probable token; overlap is 1 - TV of their laws, the "
-            "probability that a sampled guess is accepted."
+            "probability that a sampled draft token is accepted."
         )
     return f"{table(facts['held_out'])}\n\n{notes}"
 

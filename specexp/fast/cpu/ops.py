@@ -49,6 +49,11 @@ def packed(dtype: torch.dtype, *tensors: Tensor) -> bool:
     return True
 
 
+def of_dtype(name: str, x: Tensor) -> Any:
+    """The compiled function of this name for x's dtype; None if there is none."""
+    return getattr(build.functions(), f"{name}_{str(x.dtype).removeprefix('torch.')}", None)
+
+
 integers, floats = partial(packed, torch.int64), partial(packed, torch.float32)
 
 
@@ -306,7 +311,7 @@ def note(self: recycle.Table, rows: slice, tokens: Tensor, notes: Tensor) -> Non
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Of few rows, which wait for the weights; of more torch's is faster. x may be strided."""
     (outputs, inputs), rows = weight.shape, x.numel() // max(1, weight.shape[1])
-    run = getattr(build.functions(), f"product_{str(x.dtype).removeprefix('torch.')}", None)
+    run = of_dtype("product", x)
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if run is None or learns or not 0 < rows <= FEW:
         return NotImplemented
@@ -332,8 +337,7 @@ def convolution(
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """Inputs may be strided, but for the weight; of at least 16 channels."""
-    name = f"convolution_{str(x.dtype).removeprefix('torch.')}"
-    run = getattr(build.functions(), name, None)
+    run = of_dtype("convolution", x)
     (b, C, n), window = x.shape, self.window
     if run is None or window is None or activation not in (None, "silu") or C < 16:
         return NotImplemented
