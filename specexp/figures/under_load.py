@@ -36,15 +36,18 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
     of streams. From `under_load.rates` and `under_load.regrets`."""
     looks = lines(dict.fromkeys(rates["policy"]))
     with style.panels(3, 5.25, 4) as (figure, (left, middle, right)):
-        for name, look in looks.items():
-            part = rates[rates["policy"] == name]
+        for line, (name, look) in enumerate(looks.items()):
+            part, lost = (
+                style.apart(table[table["policy"] == name], "load", line, len(looks))
+                for table in (rates, regrets)
+            )
             scale = part["tok_s"] / part["speedup"]
             own = part.assign(low=part["low"] * scale, high=part["high"] * scale)
             style.points(left, own, "load", "tok_s", label=name, **look)
             if name != "plain":
                 speedup_panel(middle, part, "load", **look)
             if name.startswith(LOAD_AWARE):
-                style.points(right, regrets[regrets["policy"] == name], "load", "regret", **look)
+                style.points(right, lost, "load", "regret", **look)
         right.axhline(0, color=style.PLAIN, lw=1.5)
         for axes in (left, middle, right):
             style.batch_axis(axes, sorted(set(rates["load"])))
@@ -69,9 +72,10 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
         each = [f"{style.times(row, 'speedup')} with {row['load']}" for row in outer]
         parts.append(f"{always[-1]}: {' and '.join(each)} streams")
     if len(aware):
-        worst = aware.groupby("policy", sort=False)["regret"].max().clip(lower=0)
-        each = [f"{name} {share:.1%}" for name, share in worst.items()]
-        parts.append(f"at worst {', '.join(each)} behind the best fixed choice")
+        worst = aware.loc[aware.groupby("policy", sort=False)["regret"].idxmax()]
+        shares = worst.rename(columns={"regret": "value"}).to_dict("records")
+        each = [f"{row['policy']} {style.share(row)}" for row in shares]
+        parts.append(f"largest regret of {', '.join(each)}")
     return "; ".join(parts)
 
 
@@ -100,9 +104,10 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
     return figure
 
 
-def latencies(answers: pd.DataFrame, finding: str) -> Figure:
+def latencies(answers: pd.DataFrame, finding: str, **limits_ms: float) -> Figure:
     """The share of requests that took at most so long, for TTFT, TPOT and E2E, a line a policy;
-    answers: columns policy, ttft_s, tpot_s and e2e_s, a row a request."""
+    answers: columns policy, ttft_s, tpot_s and e2e_s, a row a request. limits_ms: by `ttft`, `tpot`
+    or `e2e`, drawn as lines."""
     looks = lines(dict.fromkeys(answers["policy"]))
     with style.panels(3, 3.5, 4.2, sharey=True) as (figure, every):
         for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
@@ -113,6 +118,9 @@ def latencies(answers: pd.DataFrame, finding: str) -> Figure:
                 axes.step(1e3 * times, share, where="post", label=label,
                           **look | {"markevery": 0.2, "markersize": 5})  # fmt: skip
             axes.axhline(0.95, color=style.INK, lw=0.8, ls=":")
+            if kind in limits_ms:
+                axes.axvline(limits_ms[kind], color=style.INK, lw=1.2)
+                axes.set_title(f"limit {limits_ms[kind]:g} ms")
             axes.set(xlabel=f"{kind.upper()} (ms)", ylim=(0, 1.02))
             style.log_axis(axes, "x")
         every[0].set_ylabel("share of requests")

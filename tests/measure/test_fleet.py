@@ -383,7 +383,9 @@ def test_day_is_sized_by_hour_and_drawn():
         fleet_day.paces(setting, fleet.pace_table(setting)),
         fleet_day.paces(far, fleet.pace_table(far)),
         fleet_day.over_the_day(hours),
-        under_load.latencies(requests, fleet_day.peak_title(at_peak, replicas)),
+        under_load.latencies(
+            requests, fleet_day.peak_title(at_peak, replicas), tpot=1e3 * setting.tpot_s
+        ),
     ):
         assert figure.get_suptitle().startswith("SIMULATED")
         assert figure.get_tightbbox().height < 6
