@@ -31,10 +31,13 @@ class NonFiniteLogits(Exception):
 
 
 def typed(name: str, value: Any, kind: str) -> None:
-    """Raise UserError for a value of another type than an annotation names; True is no number."""
+    """Raise UserError for a value of another type than an annotation names. True is no number, and
+    a whole number must fit into 64 bits."""
     of, words = _TYPES.get(kind.removesuffix(" | None"), (object, ""))
     if not isinstance(value, of) or (words and isinstance(value, bool)):
         raise UserError(f"{name} is {value!r:.40}; it must be {words}")
+    if isinstance(value, Integral) and not -(2**63) <= value < 2**63:
+        raise UserError(f"{name} is {value!r:.40}, which is too large a number")
 
 
 @cache

@@ -111,6 +111,8 @@ def locate(name: str) -> str:
         return str(shelf.find(name))
     if name in packaged.PACKAGES:
         raise UserError(f"{name} is not here yet: specexp zoo fetch {name}")
+    if path.exists():
+        raise UserError(f"{name} is a file: give the folder it is in (or a GGUF file)")
     if name.startswith((".", "~", "/")) or name.count("/") > 1:
         what = "file" if path.suffix == ".gguf" else "folder"
         raise UserError(f"there is no {what} {name}{meant_beside(path)}")

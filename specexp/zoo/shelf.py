@@ -81,8 +81,9 @@ def _whole(variable: str, folder: Path) -> Path:
             f"{variable} is {str(folder)!r}, which is a different folder for every notebook: "
             "give the whole path"
         )
-    if file := next((path for path in (folder, *folder.parents) if path.is_file()), None):
-        raise UserError(f"{variable} is {str(folder)!r}, but {file} is a file: give a folder")
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not above.is_dir():
+        raise UserError(f"{variable} is {str(folder)!r}, but {above} is a file: give a folder")
     return folder.resolve()
 
 

@@ -456,6 +456,7 @@ class Bare(Alternate):
         ({"gamma": True}, "gamma is True; it must be a whole number"),
         ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
         ({"seed": "a"}, "seed is 'a'; it must be a whole number"),
+        ({"seed": 2**63}, "seed is 9223372036854775808, which is too large a number"),
         ({"tree": 3}, "tree is 3; it must be a text"),
     ],
 )

@@ -126,6 +126,11 @@ def test_damaged_file_is_named(folder, refused, file, content, said):
         raise UserError(refused(folder, "a", "--chat"))
 
 
+def test_file_in_the_place_of_a_folder_is_said_to_be_one(folder, refused):
+    said = refused(folder / "config.json")
+    assert said.endswith("config.json is a file: give the folder it is in (or a GGUF file)")
+
+
 # texts that are none
 
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import io
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -154,8 +155,9 @@ def test_relative_store_path_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("below", [".", "mlruns/deep"])
-def test_store_in_the_place_of_a_file_is_refused(monkeypatch, tmp_path, below):
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo])
+def test_store_in_the_place_of_a_file_is_refused(monkeypatch, tmp_path, below, make):
+    make(tmp_path / "file")
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "file" / below))
     for call in (root, lambda: track.log("mine", {}, METRICS)):
         with pytest.raises(UserError, match=r"/file is a file: give a folder"):
