@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network, nor does a process that one starts
@@ -32,6 +33,14 @@ TRIVIAL = HERE / "support" / "trivial.ipynb"
 on_every_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 )
+
+
+def one_in(n: int, cases: Iterable) -> list:
+    """These cases of a test, all but every n-th marked slow: a sample runs in every `make test`."""
+    slow = pytest.mark.slow
+    return [case if i % n == 0 else pytest.param(*case, marks=slow) if isinstance(case, tuple)
+            else pytest.param(case, marks=slow) for i, case in enumerate(cases)]  # fmt: skip
+
 
 if importlib.util.find_spec("triton") and os.environ["TRITON_INTERPRET"] == "1":
     from triton.runtime import interpreter

@@ -7,6 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
+from conftest import one_in
 from rich.console import Console
 
 from specexp.grids import points, runner
@@ -138,7 +139,7 @@ LM.verify = lambda lm, seqs, draft, taps=(): whole(
 """
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", one_in(3, SMALL))
 def test_planted_divergence_fails_the_notebook(name, store, tmp_path, tiny_folders, prompts_file):
     """A cache off by one is planted before the check: the notebook stops and logs nothing."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)

@@ -10,7 +10,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(3600)
 ROOT = Path(__file__).parents[2]
-QUICK = ["core/test_engine.py", "drafters", "measure/test_exactness.py"]
+TEXTS = "core/test_engine.py::test_sampled_text_under_match_is_that_of_plain_decoding"
+QUICK = [TEXTS, "measure/test_exactness.py"]
 WHOLE = ["core", "drafters", "serving", "measure/test_exactness.py"]
 GRIDS = "tests/drafters/test_own_drafter.py"  # runs one, and only the algorithm does without fast/
 GONE = """

@@ -1,9 +1,11 @@
 """Every kernel gives what its torch reference gives, on inputs of every kind."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
+from conftest import one_in
 from support.inputs import INPUTS, LAST, SHAPES, differing, key_of
 from support.references import references
 
@@ -53,8 +55,9 @@ def test_kernel_matches_reference(operation, kernel, how):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("many", [1, 4096])
-@pytest.mark.parametrize("operation", [Sampling.law, engine.judged])
+@pytest.mark.parametrize(
+    ("operation", "many"), one_in(3, itertools.product((Sampling.law, engine.judged), (1, 4096)))
+)
 def test_vocabulary_read_in_blocks_matches_reference(operation, many, monkeypatch):
     """Blocks of 8 tokens, of which a program takes several or one; what is not written is not
     read."""
