@@ -36,7 +36,7 @@ def typed(name: str, value: Any, kind: str) -> None:
     of, words = _TYPES.get(kind.removesuffix(" | None"), (object, ""))
     if not isinstance(value, of) or (words and isinstance(value, bool)):
         raise UserError(f"{name} is {value!r:.40}; it must be {words}")
-    if isinstance(value, Integral) and not -(2**63) <= value < 2**63:
+    if isinstance(value, Integral) and not -(2**63) <= int(value) < 2**63:
         raise UserError(f"{name} is {value!r:.40}, which is too large a number")
 
 

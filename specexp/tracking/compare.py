@@ -123,12 +123,13 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     )
     answered = figures.astype(bool).any(axis=1).groupby(of_one).transform("any")
     metrics = _names(c for c in runs if c.startswith("metrics."))
+    more: dict[str, pd.Series] = {}
     for name in metrics:
         if name.rpartition("_")[0] in metrics and name.endswith(("_low", "_high")):
             continue
         own = _metric(runs, name, "{:.4g}", name)
-        view[name] = own.where(~answered | (name.partition("/")[0] not in GROUPS), "")
-    view = view.join(differing)
+        more[name] = own.where(~answered | (name.partition("/")[0] not in GROUPS), "")
+    view = pd.DataFrame({str(c): view[c] for c in view} | more).join(differing)
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 
