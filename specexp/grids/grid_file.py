@@ -156,9 +156,9 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
         known = KEYS if len(strange) <= MAX_PROBLEMS else ()
         hint = meant(name, known, f"; the keys are {', '.join(KEYS)}")
         wrong(f"unknown key {name!r:.60}{hint}", name)
-    title = spec.get("experiment") or "none"
-    fits = isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title)
-    if not fits or notebooks.unfit(title):
+    title = spec.get("experiment")
+    fits = title is None or (isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title))
+    if not fits or notebooks.unfit(title or ""):
         what = "experiment must be a name of up to 80 letters, digits, spaces, dots and dashes"
         wrong(what, "experiment")
     timeout = spec.get("timeout_s")

@@ -322,6 +322,7 @@ BAD = {
     "notebook long": (f"notebook: {'a' * 5000}.ipynb", 1, "does not exist"),
     "experiment up": (HEAD + "experiment: ..\ngrid: {x: [1]}", 2, "experiment"),
     "experiment with slash": (HEAD + "experiment: ../up\ngrid: {x: [1]}", 2, "experiment"),
+    "experiment without a name": (HEAD + "experiment: ''\ngrid: {x: [1]}", 2, "experiment"),
     "experiment a list": (HEAD + "experiment: [a]\ngrid: {x: [1]}", 2, "experiment"),
     "experiment long": (HEAD + f"experiment: {'a' * 100}", 2, "experiment"),
     "experiment secret": (HEAD + f"experiment: hf_{'a' * 30}", 2, "experiment"),
