@@ -156,7 +156,7 @@ def test_kill_before_every_event_then_resume_is_whole(bench):
     events = b.events()
     hit = Counter(phase for phase, _ in events)
     assert len(events) > 200
-    assert all(hit[phase] for phase in PHASES if phase != "aside"), hit
+    assert set(PHASES) - set(hit) <= {"plan", "aside"}, hit  # to plan is to read
     assert each(b, "kill", range(1, len(events) + 1)) == []
     b.again()
     assert b.go(inject={"do": "kill", "at": len(events) + 1}).code == 0

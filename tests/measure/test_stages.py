@@ -117,7 +117,7 @@ def test_pair_drawn_on_the_device_has_no_figures(tmp_path, monkeypatch):
     rows = Rows(tmp_path / "gpu_pair.json")
     stages.pair(rows, torch.device("cpu"))
     assert [row.get("error") for row in rows.rows] == [None] * 4
-    weights, round_, batch, peers = rows.rows
+    weights, round_, peers, batch = rows.rows
     assert weights["draft"] == 4
     assert round_["acceptance"]["rate"] > 0.3
     assert all(row["their_tok_s"] for row in peers["rows"])
