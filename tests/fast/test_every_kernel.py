@@ -187,7 +187,7 @@ def test_broken_logits_leave_laws_of_other_rows(bad):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("rule", [Reject(), Block()])
-def test_guess_outside_vocabulary_is_refused(rule):
+def test_draft_token_outside_vocabulary_is_refused(rule):
     seqs = Sequences.of([[1], [2]], 3, slack=1)
     draft = seqs.draft(Tree.chain(1).nodes("cpu"), torch.tensor([[0], [5]]))
     with pytest.raises(IndexError, match="a draft token is outside the vocabulary of 5 tokens"):
