@@ -35,11 +35,16 @@ on_every_device = pytest.mark.parametrize(
 )
 
 
+def also(*slow: object) -> list:
+    """Cases of a test that only `make test-all` runs."""
+    return [
+        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in slow
+    ]
+
+
 def one_in(n: int, cases: Iterable) -> list:
     """These cases of a test, all but every n-th marked slow: a sample runs in every `make test`."""
-    slow = pytest.mark.slow
-    return [case if i % n == 0 else pytest.param(*case, marks=slow) if isinstance(case, tuple)
-            else pytest.param(case, marks=slow) for i, case in enumerate(cases)]  # fmt: skip
+    return [x for i, case in enumerate(cases) for x in (also(case) if i % n else [case])]
 
 
 if importlib.util.find_spec("triton") and os.environ["TRITON_INTERPRET"] == "1":

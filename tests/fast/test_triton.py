@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import also, one_in
 from support.references import interpreted, references
 from support.tiny import PROMPTS, engine
 from test_fused import fails, made, passed, unfused
@@ -64,10 +65,7 @@ def test_layer_launches_or_moves_more_than_it_must(tmp_path):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    "name",
-    ["verify", *(pytest.param(x, marks=pytest.mark.slow) for x in ("batch", "prefill", "float32"))],
-)
+@pytest.mark.parametrize("name", one_in(4, ["verify", "batch", "prefill", "float32"]))
 def test_kernel_spills_or_outgrows_a_card(name, tmp_path):
     table = compiled(name, tmp_path)
     assert {need["sm"] for need in table} == {80, 90}
@@ -172,12 +170,6 @@ def test_rule_writes_a_number_for_every_token_of_the_vocabulary(rule, temperatur
         numbers[kernels] = largest.numbers
     assert numbers[True] < V
     assert numbers[False] >= logits.numel() or (temperature == 0 and rule.samples)
-
-
-def also(*slow: object) -> list[object]:
-    return [
-        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in slow
-    ]
 
 
 @pytest.mark.interpreter
