@@ -27,7 +27,7 @@ from specexp.models.servable import context as in_words
 from specexp.models.servable import reach
 from specexp.sampling import Sampling
 from specexp.tree import Tree
-from specexp.zoo import packaged, shelf
+from specexp.zoo import gguf_files, packaged, shelf
 from specexp.zoo.known import OWN, Answer, within
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -97,13 +97,10 @@ def locate(name: str) -> str:
     """The folder of a zoo name, a path or a GGUF file, or the hub id itself; a suffix `+int8`
     stays. Raises UserError for a name that is none of them."""
     path = Path(name)
-    if path.suffix == ".gguf" and path.is_file():
-        return str(packaged.folder_of(path))
+    if folder := gguf_files.folder_of(path):
+        return str(folder)
     if path.is_dir():
-        files = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
-        if len(files) > 1:
-            raise UserError(f"{name} holds {len(files)} GGUF files: name one, such as {files[0]}")
-        return locate(str(files[0])) if files else str(path.resolve())
+        return str(path.resolve())
     bare, how = int8.split(name)
     if how:
         return locate(bare) + how
@@ -114,7 +111,7 @@ def locate(name: str) -> str:
     if path.exists():
         raise UserError(f"{name} is a file: give the folder it is in (or a GGUF file)")
     if name.startswith((".", "~", "/")) or name.count("/") > 1:
-        what = "file" if path.suffix == ".gguf" else "folder"
+        what = "file" if path.suffix.lower() == ".gguf" else "folder"
         raise UserError(f"there is no {what} {name}{meant_beside(path)}")
     return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
 

@@ -7,6 +7,7 @@ import zipfile
 
 import accelerate  # noqa: F401 (transformers reads GGUF files with it)
 import gguf
+import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
@@ -15,7 +16,7 @@ import specexp
 from specexp import names
 from specexp.errors import UserError
 from specexp.measure.prompts import Prompt, in_chat
-from specexp.zoo import packaged, shelf
+from specexp.zoo import gguf_files, packaged, shelf
 
 TEXT = "def mean(values): return sum(values) / len(values)\n"
 
@@ -30,8 +31,14 @@ def written(tmp_path_factory):
     return model, tokenizer, file
 
 
-def write(file, model, tokenizer, left_out=""):
+def write(file, model, tokenizer, left_out="", tensors=(), settings=()):
+    """settings, tensors: those that the file holds beside the model's, by name."""
     config, writer = model.config, gguf.GGUFWriter(str(file), "llama")
+    for name, value in dict(settings).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](name, value)
+    for name, values in dict(tensors).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -96,6 +103,75 @@ def test_gguf_file_that_lacks_a_weight_is_refused(written, tmp_path):
         names.locate(str(tmp_path / "m.gguf"))
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 500_000.0}  # fmt: skip
+
+
+def factors(model):
+    """What the rotary frequencies of a model are divided by."""
+    unscaled = LLAMA3["rope_theta"] ** -torch.linspace(0, 1, 9)[:8]
+    return (unscaled / model.model.rotary_emb.inv_freq).numpy()
+
+
+def test_rotary_factors_of_llama_3_are_read(written, tmp_path):
+    tokenizer = written[1]
+    model = tiny_llama(
+        0, vocab=len(tokenizer), tie_word_embeddings=False, head_dim=16,
+        max_position_embeddings=131_072, rope_parameters=LLAMA3,
+    )  # fmt: skip
+    assert factors(model).max() > 30
+    beside = {"rope_freqs.weight": factors(model)}, {"llama.rope.dimension_count": 16}
+    write(tmp_path / "m.gguf", model, tokenizer, "", *beside)
+    read = specexp.load(str(tmp_path / "m.gguf"), "ngram", 3)
+    assert read.engine.target.config.rope_parameters == LLAMA3
+    ids = tokenizer(TEXT * 4).input_ids
+    expected = model.float().generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)
+    assert read.generate(TEXT * 4, 16).tokens[0] == expected[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "beside, told",
+    [
+        ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"llama.rope.scaling.type = 'yarn'"),
+        ({"settings": {"llama.rope.scaling.factor": 3.5}}, r"llama.rope.scaling.factor = 3.5"),
+        ({"settings": {"llama.attention.sliding_window": 32}}, r"attention.sliding_window = 32"),
+        ({"settings": {"llama.logit_scale": 0.0625}}, r"llama.logit_scale = 0.0625"),
+        ({"tensors": {"rope_freqs.weight": [1, 1, 2, 7]}}, r"rope_freqs.weight"),
+        ({"tensors": {"blk.0.attn_q.bias": [1] * 32}}, r"32 weights that no part of a llama model"),
+    ],
+)
+def test_gguf_file_of_which_a_part_would_be_ignored_is_refused(written, tmp_path, beside, told):
+    model, tokenizer, _ = written
+    write(tmp_path / "m.gguf", model, tokenizer, **beside)
+    with pytest.raises(UserError, match=f"cannot read .*m.gguf: transformers ignores its .*{told}"):
+        names.locate(str(tmp_path / "m.gguf"))
+
+
+def test_settings_that_change_nothing_are_no_reason_to_refuse(written, tmp_path):
+    model, tokenizer, _ = written
+    neutral = {
+        "llama.rope.scaling.type": "none", "llama.attention.key_length": 8,
+        "llama.rope.dimension_count": 8, "llama.tensor_data_layout": "Meta AI original pth",
+        "llama.expert_count": 0, "general.file_type": 77,
+    }  # fmt: skip
+    write(tmp_path / "m.gguf", model, tokenizer, settings=neutral)
+    assert names.locate(str(tmp_path / "m.gguf"))
+
+
+def test_gguf_file_is_known_by_any_case_and_beside_its_projector(written, tmp_path):
+    shutil.copy(written[2], tmp_path / "M.GGUF")
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"of images")
+    assert names.locate(str(tmp_path)) == names.locate(str(tmp_path / "M.GGUF"))
+
+
+def test_part_of_a_model_is_refused(tmp_path):
+    for part in (1, 2):
+        (tmp_path / f"m-0000{part}-of-00002.gguf").write_bytes(b"GGUF")
+    for named in (tmp_path, tmp_path / "m-00002-of-00002.gguf"):
+        with pytest.raises(UserError, match=r"holds a part of a model: join the parts"):
+            names.locate(str(named))
+
+
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"no"])
 def test_broken_gguf_file_is_one_line(tmp_path, content):
     (tmp_path / "m.gguf").write_bytes(content)
@@ -105,7 +181,7 @@ def test_broken_gguf_file_is_one_line(tmp_path, content):
 
 
 def test_missing_gguf_reader_is_named(written, monkeypatch):
-    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf_files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         UserError, match=r"needs gguf and accelerate: pip install 'specexp\[real\]'"
     ):
