@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from specexp.tree import Tree
 from specexp.zoo import gguf_files, packaged, shelf
 from specexp.zoo.known import OWN, Answer, within
 
+TODAY = datetime(2024, 7, 26)  # the same on every day, as prompts of equal results must be
+_CLOCK = "".join(f"|replace('%{code}', '{TODAY:%{code}}')" for code in "aAbBdmyYjHIMSp")
+CLOCK = f"{{% macro strftime_now(form) %}}{{{{ form{_CLOCK} }}}}{{% endmacro %}}\n"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 PLAIN = {
     "gamma": 1, "tree": "chain", "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
@@ -182,11 +186,20 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     """The text that an instruct model continues with its answer, without the special tokens that
-    `encode` puts before every text. `messages`: a conversation in transformers' form."""
+    `encode` puts before every text. `messages`: a conversation in transformers' form, which ends
+    with what the user says. A template that tells the model today's date is told `TODAY`."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the target's tokenizer has no chat template; leave chat out")
     with refusing("the target's chat template fails"):
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        template = CLOCK + tokenizer.get_chat_template()
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+    if (said := messages[-1]["content"].strip()) not in text:
+        raise UserError(
+            f"the target's chat template leaves out what the user says, {said!r:.40}: it is not "
+            "for messages of text"
+        )
     tokens = load.tokens_of(tokenizer, text, add_special_tokens=False)
     for prompt in (str(text), str(text).removeprefix(tokenizer.bos_token or "")):
         if load.tokens_of(tokenizer, prompt) == tokens:

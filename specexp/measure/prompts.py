@@ -372,7 +372,11 @@ def _parse(record: Any, number: int, category: str) -> tuple[str, Prompt | None]
         "".join((system, *turns, *answers)).encode()
     except UnicodeEncodeError:
         raise UserError("a turn holds half a surrogate pair, which is no text") from None
-    chat = record.get("chat") is True
+    chat = record.get("chat") or False  # a table has "", or None, where a row says nothing
+    if isinstance(chat, str):
+        chat = {"true": True, "false": False}.get(chat.strip().lower(), chat)
+    if not isinstance(chat, bool):
+        raise UserError(f"chat must be true or false, not {chat!r:.40}")
     return key, Prompt(question_id, category, tuple(turns), tuple(answers), system, chat)
 
 

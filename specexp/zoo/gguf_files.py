@@ -37,7 +37,9 @@ def folder_of(path: Path) -> Path | None:
     if not (_is_gguf(path) and path.is_file()):
         return None
     if PART.search(path.stem):
-        raise UserError(f"{path} holds a part of a model: join the parts (llama-gguf-split --merge)")
+        raise UserError(
+            f"{path} holds a part of a model: join the parts (llama-gguf-split --merge)"
+        )
     state = path.stat()
     identity = f"{path.resolve()} {state.st_size} {state.st_mtime_ns} {READING}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
@@ -108,7 +110,7 @@ def _unread(content: Any, model: Any, config: Any) -> Iterator[str]:
     shown |= {head, rotated, "none"}
     for key, field in content.fields.items():
         name = key.removeprefix(prefix)
-        if name == key or name == LAYOUT:
+        if name in (key, LAYOUT):
             continue
         said = field.contents()
         if name == "attention.sliding_window":

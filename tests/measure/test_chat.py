@@ -1,14 +1,20 @@
 """A chat template gives each turn the text that the model was trained on, answers included."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 from conftest import tiny_llama, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import specexp
+from specexp.commands import app
 from specexp.errors import UserError
 from specexp.measure import parameters
 from specexp.measure.prompts import Prompt, in_chat, longest
 
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 TEMPLATE = """{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 TWO = Prompt("q", "math", ("1+1?", "2+2?"), system="Brief")
@@ -69,3 +75,59 @@ def test_template_that_refuses_a_conversation_is_one_line(pairing):
             in_chat([TWO], pairing, 4)
     finally:
         pairing.tokenizer.chat_template = template
+
+
+@pytest.fixture
+def templated(pairing):
+    """The text of a chat by another template."""
+    kept = pairing.tokenizer.chat_template
+
+    def text(template):
+        pairing.tokenizer.chat_template = template
+        return in_chat([Prompt(1, "a", (" x y \n",))], pairing, 4)[0].text
+
+    yield text
+    pairing.tokenizer.chat_template = kept
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}",
+        "hi",
+        "{{ messages[0].content[:2] }}",
+    ],
+)
+def test_template_that_leaves_out_what_the_user_says_is_refused(templated, template):
+    with pytest.raises(UserError, match="chat template leaves out what the user says, 'x y': "):
+        templated("{{ bos_token }}user:" + template)
+
+
+def test_a_chat_is_the_same_on_every_day(templated):
+    today = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+    text = templated(
+        "{{ bos_token }}\n  {% if true %}" + today + " {{ messages[0].content | trim }}{% endif %}"
+    )
+    assert text.endswith("\n26 Jul 2024 x y")
+
+
+def test_command_continues_a_prompt_in_the_chat_of_the_target(tiny_folders, tmp_path, capsys):
+    folder = shutil.copytree(tiny_folders[0], tmp_path / "target")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    options = ["generate", "--target", str(folder), "--drafter", "ngram", "--prompt", "x", "--json"]
+    prompts = []
+    for chat in ([], ["--chat"]):
+        with pytest.raises(SystemExit) as stopped:
+            app.app([*options, "--max-new-tokens", "4", *chat])
+        assert not stopped.value.code
+        prompts.append(json.loads(capsys.readouterr().out)["prompt"])
+    assert prompts[0] == "x"
+    assert prompts[1].endswith("user: x\nassistant:")
+
+
+def test_every_notebook_that_has_the_parameter_uses_it():
+    uses = "texts = measure.prompts.in_chat(texts, pairing, max_new_tokens, chat)"
+    sources = {path.stem: path.read_text() for path in NOTEBOOKS.glob("*.ipynb")}
+    chats = {name for name, source in sources.items() if "chat: bool = False" in source}
+    assert chats == {name for name, source in sources.items() if uses in source}
+    assert len(chats) >= 7

@@ -99,6 +99,10 @@ ONE = Prompt(1, "mine", ("a b",))
         ("mine.jsonl", '{"text": "a b", "id": 7}', [ONE]),
         ("mine.jsonl", '{"turns": ["a b", "c"]}', [Prompt(1, "mine", ("a b", "c"))]),
         ("mine.jsonl", '{"prompt": "a b", "chat": true}', [replace(ONE, chat=True)]),
+        ("mine.jsonl", '{"prompt": "a b", "chat": null}', [ONE]),
+        ("mine.csv", "text,chat\na b,TRUE\n", [Prompt(2, "mine", ("a b",), chat=True)]),
+        ("mine.csv", "text,chat\na b,false\n", [Prompt(2, "mine", ("a b",))]),
+        ("mine.csv", "text,chat\na b,\n", [Prompt(2, "mine", ("a b",))]),
         ("mine.unknown", '{"prompt": "a b"}', [ONE]),
         (
             "mine.jsonl",
@@ -169,6 +173,8 @@ def test_folder_of_texts_loads(tmp_path: Path) -> None:
         ("mine.json", b'[{"prompt": "a"},\n]', "not JSON .* at line 2 column 1.; .*mean"),
         ("mine.json", b'[{"prompt": "a"}, 7]', "item 2: not a JSON object"),
         ("mine.json", b'[{"messages": []}]', "no conversation in which a user speaks"),
+        ("mine.csv", b"text,chat\na,yes\n", "line 2: chat must be true or false, not 'yes'"),
+        ("mine.jsonl", b'{"text": "a", "chat": 1}', "line 1: chat must be true or false, not 1"),
         ("mine.txt", b"\n", "mine.txt holds no prompt: write at least one"),
     ],
 )

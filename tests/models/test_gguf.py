@@ -130,7 +130,7 @@ def test_rotary_factors_of_llama_3_are_read(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "beside, told",
+    ("beside", "told"),
     [
         ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"llama.rope.scaling.type = 'yarn'"),
         ({"settings": {"llama.rope.scaling.factor": 3.5}}, r"llama.rope.scaling.factor = 3.5"),

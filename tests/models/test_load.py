@@ -105,11 +105,19 @@ def test_config_error_names_the_wrong_value(folder, field, value, said):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "hqq"])
-def test_weights_quantised_by_an_absent_library_are_a_one_line_error(folder, method):
-    bits = {"bits": 4, "group_size": 32, "load_in_4bit": True}
+@pytest.mark.parametrize(
+    ("method", "library"),
+    [
+        ("gptq", "optimum"), ("awq", "gptqmodel"), ("bitsandbytes", "bitsandbytes"),
+        ("hqq", "hqq"), ("aqlm", "aqlm"), ("quanto", "optimum-quanto"), ("vptq", "vptq"),
+    ],
+)  # fmt: skip
+def test_absent_library_of_quantised_weights_is_named(folder, method, library):
+    bits = {"bits": 4, "group_size": 32} | (
+        {"load_in_4bit": True} if method == "bitsandbytes" else {}
+    )
     edit(folder, quantization_config={"quant_method": method} | bits)
-    with pytest.raises(UserError, match="cannot load mine") as refused:
+    with pytest.raises(UserError, match=f"cannot load mine.*{library}") as refused:
         load.load(folder, "mine", "float32", "cpu")
     assert len(str(refused.value).splitlines()) == 1
 
