@@ -21,12 +21,12 @@ from torch import nn
 
 from specexp import checked, drafters, fitting, names, rules
 from specexp.engine import Engine, Generation
-from specexp.errors import UserError, brief, meant, refusing, typed
+from specexp.errors import UserError, brief, check_type, meant, refusing
 from specexp.models import generation, memory
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
 from specexp.models.load import of_module, text_of
-from specexp.names import Facts
+from specexp.names import TargetInfo
 from specexp.policy import Fixed, Policy
 from specexp.rules import Rule
 from specexp.trace import Acceptance
@@ -247,7 +247,7 @@ def load(
         dtype = dtype or "float32"
     else:
         tokenizer, dtype, device = names.in_memory(target, tokenizer, dtype, device)
-    _settle()
+    _exempt_imports_from_gc()
     options = {
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,
         "top_k": top_k, "top_p": top_p, "min_p": min_p, "sampling": sampling, "rule": rule,
@@ -255,35 +255,36 @@ def load(
     }  # fmt: skip
     _check_types(load, **{n: value for n, value in options.items() if value is not DEFAULTS[n]})
     options |= asdict(names.sampling_of(options)) | {"sampling": "given"}
-    facts = names.target_of(target, tokenizer)
+    info = names.target_of(target, tokenizer)
     if gamma is None:
-        options["gamma"] = usual_gamma(options, facts)
-    _prepared(options, facts)
-    names.shaping(target, facts[1])
+        options["gamma"] = usual_gamma(options, info)
+    _prepared(options, info)
+    names.logit_processors(target, info.vocab)
     if isinstance(target, str):
-        name, vocab = Path(target).name, facts[1]
-        model = load_model(names.locate(target), name, dtype, where(device), vocab)
+        source, name, on = names.locate(target), Path(target).name, resolve_device(device)
+        model = load_model(source, name, dtype, on, info.vocab)
     else:
-        model = of_module(target, names.name_of(target), facts[1])
-    model = model.apart(process=names.shaping(target, facts[1], model.device))
+        model = of_module(target, names.name_of(target), info.vocab)
+    processors = names.logit_processors(target, info.vocab, model.device)
+    model = model.apart(process=processors)
     pair = _assemble(model, tokenizer, **options)
     if isinstance(target, str):
         # not sooner: a refusal is one line
-        generation.warn_of_no_end(names.generation_of(target), facts[0], names.locate(target))
+        generation.warn_of_no_end(names.generation_of(target), info.config, source)
     return pair
 
 
 @cache
-def _settle() -> None:
+def _exempt_imports_from_gc() -> None:
     """Exempt the objects of imported libraries from garbage collection: scanning half a million of
     them takes a fifth of a second, in the middle of some timed round."""
     gc.collect()
     gc.freeze()
 
 
-def where(device: str) -> str:
-    """The device's name, with `auto` resolved: the GPU if there is one. Raises UserError for a name
-    that is no device's."""
+def resolve_device(device: str) -> str:
+    """A device's name, `auto` resolved: the GPU if there is one. Raises UserError for a name that
+    is no device's."""
     memory.check_device(device)
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
@@ -295,46 +296,46 @@ def _check_types(call: Callable[..., Any], **options: Any) -> None:
     """Raise UserError for an option of another type than `call` declares."""
     declared = inspect.signature(call).parameters
     for name, value in options.items():
-        typed(name, value, declared[name].annotation)
+        check_type(name, value, declared[name].annotation)
 
 
 def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
-    request, prepared, rule = _prepared(o, (model.config, model.vocab, tokenizer))
+    request, prepared, rule = _prepared(o, TargetInfo(model.config, model.vocab, tokenizer))
     if rule is None:
         drawn = prepared.draws and not request.tree.width
         rule = rules.of("reject" if drawn and request.sampling.temperature > 0 else "match")
     drafter = prepared.make(model)
     if request.own is not None:
         checked.drafter(drafter, model)
-    stops = generation.stops(names.generation_of(o["target"]), names.name_of(o["target"]))
+    eos = generation.eos_tokens(names.generation_of(o["target"]), names.name_of(o["target"]))
     policy: Policy = Fixed(request.tree)
     if o["policy"] is not None:
         from specexp.serving import policies  # which know of requests under load
 
         policy = policies.of(o["policy"], None, prepared.deepest)
-    engine = Engine(model, drafter, policy, request.sampling, rule, o["seed"], stops)
+    engine = Engine(model, drafter, policy, request.sampling, rule, o["seed"], eos)
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
     name = names.resolve_drafter(o["target"], o["drafter"]) if named else drafter.name
     return Pairing(engine, tokenizer, brief(name), name, o, prepared.deepest)
 
 
-def usual_gamma(options: dict[str, Any], facts: Facts | None = None) -> int:
+def usual_gamma(options: dict[str, Any], info: TargetInfo | None = None) -> int:
     """The default draft length: 5, or the longest that the drafter can make."""
     try:
-        facts = facts or names.read_target(options["target"])
-        request = names.request_of(options | {"gamma": 1, "tree": "chain"}, *facts)
+        info = info or names.read_target(options["target"])
+        request = names.request_of(options | {"gamma": 1, "tree": "chain"}, info)
         return min(5, drafters.prepare(request).deepest)
     except (UserError, OSError):
         return 5  # `prepare` reports what is wrong
 
 
 def _prepared(
-    o: dict[str, Any], facts: Facts
+    o: dict[str, Any], info: TargetInfo
 ) -> tuple[drafters.Request, drafters.Prepared, Rule | None]:
     """The request, the drafter's options checked, and the rule unless it is `auto`. Raises
     UserError for a pairing that cannot be built."""
-    request = names.request_of(o, *facts)
+    request = names.request_of(o, info)
     prepared = drafters.prepare(request)
     auto = isinstance(o["rule"], str) and o["rule"] == "auto"
     rule = None if auto else rules.of(o["rule"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specexp.drafters import Drafter
-from specexp.drafters.model import beside
+from specexp.drafters.model import check_device_and_dtype
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models.lm import LM
@@ -64,7 +64,7 @@ def drafter(thing: Drafter, target: LM) -> Drafter:
             f"(embeddings) to {layers}"
         )
     for model in thing.models:
-        beside(model, target)
+        check_device_and_dtype(model, target)
     return thing
 
 

@@ -17,12 +17,12 @@ from typing import Any, Self, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from specexp.drafters import Drafter, too_short
+from specexp.drafters import Drafter, warn_of_short_context
 from specexp.drafters.plain import Plain
-from specexp.errors import NonFiniteLogits, UserError, typed
+from specexp.errors import NonFiniteLogits, UserError, check_type
 from specexp.models.lm import LM, Forward, note_emptied
 from specexp.models.processors import unprocessed
-from specexp.models.servable import context
+from specexp.models.servable import context_in_words
 from specexp.ops import op
 from specexp.policy import Fixed, Load, Plan, Policy
 from specexp.recording import Recorder, Reports, recorder_for
@@ -67,9 +67,9 @@ class Engine:
         clock: Clock | None = None,
         recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
-        typed("seed", seed, "int")
+        check_type("seed", seed, "int")
         for token in eos:
-            typed("an EOS token", token, "int")
+            check_type("an EOS token", token, "int")
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
         self.rng, self.clock = sampling.rng(seed, rule.looks_ahead), clock
@@ -187,14 +187,14 @@ class Engine:
         known = self.target.config.vocab_size  # it may emit fewer
         for row, prompt in enumerate(prompts):
             token_ids(prompt, f"prompt {row}", known)
-        typed("max_new_tokens", max_new_tokens, "int")
+        check_type("max_new_tokens", max_new_tokens, "int")
         for stream in streams or ():
-            typed("a stream", stream, "int")
+            check_type("a stream", stream, "int")
         longest = max(map(len, prompts), default=0)
         if (over := longest + max_new_tokens - self.target.context) > 0:
             raise UserError(
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the "
-                f"{context(self.target.config)} of {self.target.name} by {over}"
+                f"{context_in_words(self.target.config)} of {self.target.name} by {over}"
             )
         batch = Sequences.of(
             prompts, max_new_tokens,
@@ -245,7 +245,7 @@ class Engine:
     def _next(self, load: Load, longest: int) -> tuple[Tree, int]:
         """The tree that the policy plans, cut to what the drafter can draft after `longest` tokens,
         and how many rounds it may be held."""
-        too_short(self.drafter, longest)
+        warn_of_short_context(self.drafter, longest)
         plan, room = self.policy.choose(load), max(0, self.drafter.context - longest)
         tree = plan.tree.cut(room)
         if not tree.depth:

@@ -30,7 +30,7 @@ class NonFiniteLogits(Exception):
     """A model produced NaN or infinite logits. No token drawn from them is ever emitted."""
 
 
-def typed(name: str, value: Any, kind: str) -> None:
+def check_type(name: str, value: Any, kind: str) -> None:
     """Raise UserError for a value of another type than an annotation names. True is no number, and
     a whole number must fit into 64 bits."""
     of, words = _TYPES.get(kind.removesuffix(" | None"), (object, ""))

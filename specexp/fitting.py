@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specexp import objects
-from specexp.errors import UserError, typed
+from specexp.errors import UserError, check_type
 from specexp.tree import Tree
 
 LEAST = 2.0**-126  # the least temperature; float32 rounds smaller ones to 0
@@ -76,13 +76,13 @@ def fit(
         )
 
 
-def sampling(
+def check_sampling(
     temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> None:
     """Raise UserError for a setting of `specexp.Sampling` that is out of range."""
     for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
-        typed(name, value, "float")
-    typed("top_k", top_k, "int")
+        check_type(name, value, "float")
+    check_type("top_k", top_k, "int")
     if not 0 <= temperature < float("inf"):
         raise UserError(f"temperature is {temperature}; use 0 (greedy) or more")
     if 0 < temperature < LEAST:

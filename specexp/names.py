@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,11 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 from specexp import drafters, fitting, objects, rules
 from specexp.drafters import Drafter
-from specexp.drafters.model import all_rows, causal_config
+from specexp.drafters.model import causal_config, check_vocabulary
 from specexp.errors import UserError, meant_beside, refusing
 from specexp.models import generation, int8, load, memory
-from specexp.models.servable import context as in_words
-from specexp.models.servable import reach
+from specexp.models.servable import context_in_words, context_length
 from specexp.sampling import Sampling
 from specexp.tree import Tree
 from specexp.zoo import gguf_files, packaged, shelf
@@ -35,14 +34,15 @@ TODAY = datetime(2024, 7, 26)  # the same on every day, as prompts of equal resu
 _CLOCK = "".join(f"|replace('%{code}', '{TODAY:%{code}}')" for code in "aAbBdmyYjHIMSp")
 CLOCK = f"{{% macro strftime_now(form) %}}{{{{ form{_CLOCK} }}}}{{% endmacro %}}\n"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-PLAIN = {
-    "gamma": 1, "tree": "chain", "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-    "sampling": "given", "dtype": "float32", "seed": 0,
-}  # fmt: skip
 _PADDING = 1.1  # a model may have this many times more logits than its tokenizer has tokens
 
-Facts = tuple[Any, int, Any]
-"""Config, vocabulary and tokenizer of a target."""
+
+class TargetInfo(NamedTuple):
+    """What is known of a target before its weights are read. vocab: tokens that it may emit."""
+
+    config: Any
+    vocab: int
+    tokenizer: Any
 
 
 def name_of(model: Any) -> str:
@@ -52,9 +52,9 @@ def name_of(model: Any) -> str:
     return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
 
 
-def drafter_of(drafter: Any) -> tuple[str, str, Any]:
-    """Method, argument and, unless the method is shipped, the object of a drafter. A model's name
-    alone means `model:NAME`."""
+def parse_drafter(drafter: Any) -> tuple[str, str, Any]:
+    """Method, argument and object of a drafter; None in place of the object if its method ships
+    here. A model's name alone means `model:NAME`."""
     if isinstance(drafter, Drafter):
         return drafter.name, "", drafter
     if isinstance(drafter, nn.Module):
@@ -82,13 +82,14 @@ def drafter_of(drafter: Any) -> tuple[str, str, Any]:
 
 def resolve_drafter(target: Any, drafter: str) -> str:
     """A drafter's whole name: a draft model's own, any other as given."""
-    method, argument, own = drafter_of(drafter)
+    method, argument, own = parse_drafter(drafter)
     if method != "model" or own is not None:
         return drafter
     return argument or default_draft(target, "model")
 
 
 def default_draft(target: Any, method: str) -> str:
+    """The zoo's model or heads for this target. Raises UserError if it has none."""
     if not isinstance(target, str):
         raise UserError(
             f"the zoo has nothing for {name_of(target)}, a target in memory: name or pass a "
@@ -142,14 +143,13 @@ def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tu
     return tokenizer, own, str(here)
 
 
-def read_target(target: str) -> Facts:
-    """Config, vocabulary and tokenizer of a target's name."""
+def read_target(target: str) -> TargetInfo:
     load.read_config(source := locate(target))
     return target_of(target, load.read_tokenizer(source))
 
 
-def target_of(target: Any, tokenizer: Any) -> Facts:
-    """Config, vocabulary and tokenizer of a target, a name or a model in memory.
+def target_of(target: Any, tokenizer: Any) -> TargetInfo:
+    """What is known of a target, a name or a model in memory.
 
     The vocabulary V is one more than the largest id of the tokenizer. Logits beyond it are padding
     and are never emitted. Raises UserError if the model has fewer logits."""
@@ -159,13 +159,13 @@ def target_of(target: Any, tokenizer: Any) -> Facts:
         kind = type(tokenizer).__name__
         raise UserError(f"tokenizer is of type {kind}: give a transformers tokenizer")
     V = max(tokenizer.get_vocab().values()) + 1
-    all_rows(config, V, name_of(target))
+    check_vocabulary(config, V, name_of(target))
     if not named and config.vocab_size > max(_PADDING * V, -(-V // 128) * 128):
         raise UserError(
             f"{name_of(target)} has {config.vocab_size} logits and its tokenizer only {V} tokens: "
             "give the tokenizer that it was trained with"
         )
-    return config, V, tokenizer
+    return TargetInfo(config, V, tokenizer)
 
 
 def generation_of(target: Any) -> Any:
@@ -210,17 +210,17 @@ def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     )
 
 
-def request_of(o: dict[str, Any], config: Any, vocab: int, tokenizer: Any) -> drafters.Request:
+def request_of(o: dict[str, Any], info: TargetInfo) -> drafters.Request:
     """What a drafter is told about a run, from the options of `load`."""
     target = o["target"]
-    method, argument, own = drafter_of(o["drafter"])
+    method, argument, own = parse_drafter(o["drafter"])
 
     def source(method: str, name: str) -> str:
         return locate(name or default_draft(target, method))
 
     return drafters.Request(
-        method=method, argument=argument, target=name_of(target), config=config, vocab=vocab,
-        tokenizer=tokenizer, sampling=sampling_of(o),
+        method=method, argument=argument, target=name_of(target), sampling=sampling_of(o),
+        config=info.config, vocab=info.vocab, tokenizer=info.tokenizer,
         tree=Tree.parse(o["tree"], o["gamma"]), dtype=o["dtype"] or "float32", seed=o["seed"],
         source=source, folder=locate(target) if isinstance(target, str) else "", own=own,
     )  # fmt: skip
@@ -241,8 +241,8 @@ def sampling_of(o: dict[str, Any]) -> Sampling:
     return generation.sampling(generation_of(o["target"]), name_of(o["target"]))
 
 
-def shaping(target: Any, vocab: int, device: torch.device | None = None) -> Any:
-    """What a target's generation config makes of its logits (`generation.processors`)."""
+def logit_processors(target: Any, vocab: int, device: torch.device | None = None) -> Any:
+    """What a target's generation config does to its logits (`generation.processors`)."""
     here = device or torch.device("cpu")
     return generation.processors(generation_of(target), name_of(target), vocab, here)
 
@@ -253,14 +253,14 @@ def shaping(target: Any, vocab: int, device: torch.device | None = None) -> Any:
 def facts_of_target(target: str) -> Answer:
     """Of the target that a name stands for: its vocabulary and its context."""
     config, V, _ = read_target(target)
-    facts = {"vocab": V, "reach": reach(config), "context": in_words(config)}
+    facts = {"vocab": V, "reach": context_length(config), "context": context_in_words(config)}
     return facts, read_from([target], [locate(target)])
 
 
 def facts_of_tokenizer(target: str) -> Answer:
     """A target's tokenizer as JSON (`tokenizers.Tokenizer.from_str`); "" if more than that decides
     the tokens of a text."""
-    tokenizer = read_target(target)[2]
+    tokenizer = read_target(target).tokenizer
     fast, own = PreTrainedTokenizerFast, type(tokenizer)
     plain = isinstance(tokenizer, fast) and not tokenizer.split_special_tokens
     plain = plain and (own.__call__, own._encode_plus) == (fast.__call__, fast._encode_plus)
@@ -274,36 +274,36 @@ def facts_of_pairing(*options: tuple[str, Any]) -> Answer:
 
     options: those of `load`. Raises UserError for a pairing that cannot be built."""
     o, used = dict(options), list[str]()
-    request = request_of(o, *read_target(o["target"]))
+    request = request_of(o, read_target(o["target"]))
 
     def source(method: str, name: str) -> str:
         used.append(request.source(method, name))
         return used[-1]
 
     prepared = drafters.prepare(replace(request, source=source))
-    shaping(o["target"], request.vocab)
+    logit_processors(o["target"], request.vocab)
     configs = [config for config in (request.config, prepared.config) if config]
     dtype = load.DTYPES.get(request.dtype, torch.float32)
     facts = {
         "method": request.method,
         "limits": {limit.name: getattr(prepared, limit.name) for limit in fields(fitting.Limits)},
         "sampling": asdict(request.sampling),
-        "models": [_sizes(config, dtype, again) for again, config in enumerate(configs)],
+        "models": [_sizes(config, dtype, refed) for refed, config in enumerate(configs)],
     }
     named = [o["target"], o["drafter"], request.argument]
     read = read_from(named, [request.folder, *used])
     return facts, read and [*read, *([OWN] if request.own is not None else [])]
 
 
-def _sizes(config: Any, dtype: torch.dtype, again: int) -> dict[str, Any]:
+def _sizes(config: Any, dtype: torch.dtype, refed: int) -> dict[str, Any]:
     """What decides the memory that a model needs, as numbers (`measure.feasible.needed`)."""
-    states = [load.state_bytes(config, dtype, room, again) for room in (0, 1)]
+    states = [load.state_bytes(config, dtype, room, refed) for room in (0, 1)]
     return memory.shape(config) | {
         "described": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
         "itemsize": dtype.itemsize,
         "weights": load.weight_bytes(config, dtype),
         "bfloat16": load.weight_bytes(config, torch.bfloat16),
-        "kv": memory.slot_bytes(config, dtype.itemsize, reach(config)),
+        "kv": memory.slot_bytes(config, dtype.itemsize, context_length(config)),
         "state": states[0],
         "state_by_node": states[1] - states[0],
     }
@@ -314,9 +314,12 @@ def facts_of_sources(target: str, drafter: str) -> Answer:
 
     A shipped drafter asks for its model first, so none is read. Raises UserError for a target that
     does not exist."""
-    used, options = [locate(target)], PLAIN | {"target": target, "drafter": drafter}
-    own = drafter_of(drafter)[2] is not None
-    request = request_of(options, *(read_target(target) if own else (None, 0, None)))
+    used, own = [locate(target)], parse_drafter(drafter)[2] is not None
+    options = {  # the models depend on the first two alone
+        "target": target, "drafter": drafter, "gamma": 1, "tree": "chain", "temperature": 0.0,
+        "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given", "dtype": "float32", "seed": 0,
+    }  # fmt: skip
+    request = request_of(options, read_target(target) if own else TargetInfo(None, 0, None))
 
     def source(method: str, name: str) -> str:
         used.append(request.source(method, name))

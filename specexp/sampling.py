@@ -163,7 +163,7 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        fitting.sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        fitting.check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def rng(self, seed: int, by_round: bool = False) -> Rng:
         return Noise(seed, by_round) if self.temperature > 0 else Certain()

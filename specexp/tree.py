@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from specexp.errors import UserError, typed
+from specexp.errors import UserError, check_type
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ class Tree:
     @cache
     def chain(cls, gamma: int) -> Tree:
         """A chain of gamma draft tokens; gamma = 0 is plain decoding."""
-        typed("gamma", gamma, "int")
+        check_type("gamma", gamma, "int")
         if gamma < 0:
             raise UserError(f"gamma is {gamma}; a draft length is 0 (plain decoding) or more")
         _check_size("chain", gamma)
@@ -75,7 +75,7 @@ class Tree:
     def branching(cls, *widths: int) -> Tree:
         """`widths[d]` children for each node of depth d: `branching(3, 2)` has 1 + 3 + 6 nodes."""
         for width in widths:
-            typed("the children of a node", width, "int")
+            check_type("the children of a node", width, "int")
             if width < 1:
                 raise UserError(f"a node with {width} children: use 1 or more at each depth")
         size = sum(itertools.accumulate(widths, operator.mul))
@@ -94,8 +94,8 @@ class Tree:
         (Li et al. 2024, EAGLE-2.) Its `parents` describe chains side by side, for drafters that do
         not place nodes.
         """
-        typed("the size of a tree", size, "int")
-        typed("gamma", depth, "int")
+        check_type("the size of a tree", size, "int")
+        check_type("gamma", depth, "int")
         _check_size(f"grown:{size}", size)
         if not 0 < depth <= size:
             raise UserError(

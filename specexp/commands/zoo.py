@@ -78,7 +78,7 @@ def train(
     from specexp import api
     from specexp.zoo import shelf
 
-    device, of = api.where(device), target or "target-10m"
+    device, of = api.resolve_device(device), target or "target-10m"
     kinds = {"--only": only, "--heads": heads, "--draft": draft or None}
     if len(given := [option for option, value in kinds.items() if value]) > 1:
         raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")

@@ -176,7 +176,7 @@ class Prepared(Limits):
     config: Any = None
 
 
-def too_short(drafter: Drafter, length: int) -> None:
+def warn_of_short_context(drafter: Drafter, length: int) -> None:
     """Warn, once, of a drafter whose context is too short for a text of `length` tokens."""
     if 0 < drafter.context <= length:
         warn_once(

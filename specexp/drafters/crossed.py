@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.drafters.model import all_rows
+from specexp.drafters.model import check_vocabulary
 from specexp.errors import UserError, warn_once
 from specexp.growth import Level, grow
 from specexp.models.lm import LM, Forward
@@ -152,7 +152,7 @@ def prepare(request: Request) -> Prepared:
         raise UserError("drafter crossed needs a draft model: crossed:NAME")
     source = request.source(request.method, request.argument)
     config, tokenizer = read_config(source).get_text_config(), read_tokenizer(source)
-    all_rows(config, max(tokenizer.get_vocab().values()) + 1, request.argument)
+    check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, request.argument)
     token_map = TokenMap(request.tokenizer, tokenizer, request.vocab)
     both = int((token_map.shared >= 0).sum())
     if not both:

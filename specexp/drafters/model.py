@@ -70,8 +70,8 @@ def prepare(request: Request) -> Prepared:
     source = request.source(request.method, request.argument)
     named = request.argument or Path(source).name
     config = read_config(source).get_text_config()
-    same_tokens(request.tokenizer, request.target, read_tokenizer(source), named)
-    all_rows(config, request.vocab, named)
+    check_tokenizers(request.tokenizer, request.target, read_tokenizer(source), named)
+    check_vocabulary(config, request.vocab, named)
 
     def make(target: LM) -> DraftModel:
         name = Path(source).name
@@ -88,11 +88,11 @@ def in_memory(request: Request) -> Prepared:
     """A transformers model that the caller holds, in place of a name."""
     module, name = request.own, request.method
     config = causal_config(module, f"draft model {name}")
-    all_rows(config, request.vocab, name)
+    check_vocabulary(config, request.vocab, name)
 
     def make(target: LM) -> DraftModel:
         draft = of_module(module, name, target.vocab)
-        beside(draft, target)
+        check_device_and_dtype(draft, target)
         return DraftModel(draft, request.sampling)
 
     return Prepared(make, draws=True, config=config)
@@ -110,7 +110,7 @@ def causal_config(module: Any, about: str) -> Any:
     return module.config.get_text_config()
 
 
-def beside(model: LM, target: LM) -> None:
+def check_device_and_dtype(model: LM, target: LM) -> None:
     """Raise UserError if a draft model has another device or dtype than the target."""
     if model.device != target.device:
         raise UserError(
@@ -124,7 +124,7 @@ def beside(model: LM, target: LM) -> None:
         )
 
 
-def all_rows(config: Any, V: int, name: str) -> None:
+def check_vocabulary(config: Any, V: int, name: str) -> None:
     """Raise UserError if the model has fewer logits than its tokenizer has tokens, V."""
     if config.vocab_size < V:
         raise UserError(
@@ -134,7 +134,7 @@ def all_rows(config: Any, V: int, name: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def same_tokens(tokenizer: Any, target: str, other: Any, draft: str) -> None:
+def check_tokenizers(tokenizer: Any, target: str, other: Any, draft: str) -> None:
     """Raise UserError if the two tokenizers give any token different ids."""
     ours, theirs = tokenizer.get_vocab(), other.get_vocab()
     if ours != theirs:

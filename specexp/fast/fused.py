@@ -29,7 +29,7 @@ from specexp.models import int8, lm
 from specexp.models.cache import SlotCache
 from specexp.models.lm import Network, product
 from specexp.models.memory import layers
-from specexp.models.servable import reach
+from specexp.models.servable import context_length
 from specexp.ops import kernel, op
 from specexp.tree import Branches
 
@@ -209,7 +209,7 @@ class Fused:
     ) -> None:  # fmt: skip
         self.layers = [Layer(layer) for layer in layers]
         self.embed, self.rotary = embed, rotary
-        self.frequencies: Tensor = rotary.original_inv_freq  # the only ones up to `servable.reach`
+        self.frequencies: Tensor = rotary.original_inv_freq  # the only ones within the context
         self.norm, self.head = norm and Norm(norm), head
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
@@ -293,7 +293,8 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     family = type(module).__name__
     if family not in FAMILIES:
         return None, f"{family} is none of {', '.join(sorted(FAMILIES))}"
-    if any(layer.window or layer.chunk for layer in layers(module.config, reach(module.config))):
+    context = context_length(module.config)
+    if any(layer.window or layer.chunk for layer in layers(module.config, context)):
         return None, "its layers have a window"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"

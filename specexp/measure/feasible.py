@@ -192,7 +192,7 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     """The pairing of these options of `specexp.load`. Raises UserError if it cannot be built."""
     looked_up = dict(options) | {"seed": 0}
     if options["sampling"] == "given":
-        fitting.sampling(*(options[name] for name in ("temperature", *SAMPLING)))
+        fitting.check_sampling(*(options[name] for name in ("temperature", *SAMPLING)))
         looked_up |= SAMPLING | {"temperature": 0.0}
     if not _may_be_own(options["drafter"]):  # then it sees nothing of the tree and the rule
         looked_up |= {"gamma": 1, "tree": "chain"}
@@ -212,7 +212,7 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
 
 
 def _may_be_own(drafter: str) -> bool:
-    """Whether code of one's own may stand behind this name (`names.drafter_of`)."""
+    """Whether code of one's own may stand behind this name (`names.parse_drafter`)."""
     first = drafter.partition(":")[0]
     if first in fitting.shipped():
         return False

@@ -67,7 +67,7 @@ def _positive(name: str, value: Any) -> None:
 
 
 def _sampling(name: str, value: Any) -> None:
-    fitting.sampling(**{name: value})
+    fitting.check_sampling(**{name: value})
 
 
 def _arrivals(name: str, value: Any) -> None:

@@ -70,7 +70,7 @@ def processors(
     steps: dict[str, Processor] = {}
     for setting, value in followed(config).items():
         with refusing(_sets(name, setting, value)):
-            steps[setting] = _step(setting, value, stops(config, name), vocab, device)
+            steps[setting] = _step(setting, value, eos_tokens(config, name), vocab, device)
     banned = {n: s.alone.isneginf() for n, s in steps.items() if isinstance(s, SequenceBias)}
     if banned and bool(torch.stack([*banned.values()]).any(0).all()):
         raise UserError(
@@ -109,7 +109,7 @@ def sampling(config: Any, name: str) -> Sampling:
         raise UserError(f"generation_config.json of {name}: {e}") from None
 
 
-def stops(config: Any, name: str) -> list[int]:
+def eos_tokens(config: Any, name: str) -> list[int]:
     """The tokens that end a text."""
     eos = getattr(config, "eos_token_id", None)
     listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
@@ -120,7 +120,7 @@ def stops(config: Any, name: str) -> list[int]:
 
 def warn_of_no_end(config: Any, own: Any, name: str) -> None:
     """Warn, once, of a model whose generation config names no EOS, though its config.json does."""
-    if not stops(config, name) and own.eos_token_id is not None:
+    if not eos_tokens(config, name) and own.eos_token_id is not None:
         warn_once(
             "generation_config.json of %s names no EOS, so texts run to their limit, as in "
             "transformers; the eos_token_id %s of config.json does not count",

@@ -32,7 +32,7 @@ from specexp.models.recurrent import (
     stepwise,
     twin,
 )
-from specexp.models.servable import reach
+from specexp.models.servable import context_length
 from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict, until
 from specexp.tree import Branches, Tree
@@ -216,7 +216,7 @@ class LM:
         self.module, self.name, self.vocab, self.net = module, name, vocab, net
         self.process = process
         self.config = module.config.get_text_config()
-        self.context = reach(self.config)
+        self.context = context_length(self.config)
         self.layers = layers(self.config, self.context)
         self.bounded = bool(net.parts) or any(layer.span for layer in self.layers)
         self.device, self.dtype = module.device, module.dtype

@@ -33,7 +33,7 @@ from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory, recurrent
 from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib, layers
-from specexp.models.servable import fields, inside, servable, sound
+from specexp.models.servable import check_config_json, check_servable, fields, inside
 from specexp.ops import op
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -124,7 +124,7 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
     """
     module.eval().requires_grad_(False)
     config = module.config.get_text_config()
-    servable(config, name)
+    check_servable(config, name)
     vocab = vocab or config.vocab_size
     with _refusing(name, config, module.dtype):
         lm = LM(module, name, vocab, network(module, name, vocab))
@@ -274,13 +274,13 @@ def _config(source: str, state: Any) -> Any:
         _check_files(folder)
     with refusing(f"cannot read the model {source}"):  # wrong values may raise anything
         described, _ = PreTrainedConfig.get_config_dict(str(source))
-        sound(described, str(source))
+        check_config_json(described, str(source))
         if "auto_map" in described and described.get("model_type") not in CONFIG_MAPPING:
             raise UserError(
                 f"{source} needs remote code, which is never run; use a model transformers knows"
             )
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-        servable(config.get_text_config(), str(source))
+        check_servable(config.get_text_config(), str(source))
         _check_count(folder, config.get_text_config().num_hidden_layers)
     classes = config.architectures or []
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):

@@ -56,19 +56,15 @@ class Layer:
         return self.kind in STATES
 
 
-def layers(config: Any, reach: int = 1 << 30) -> tuple[Layer, ...]:
-    """The layers of a model with this config. reach: the longest text in tokens; a window or chunk
-    that is as long counts as none."""
+def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
+    """The layers of a model with this config. context: its longest text in tokens; a window or
+    chunk that is as long counts as none."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     sharing = getattr(config, "kv_sharing_modes", None)
     described = []
     for i, own in enumerate(configs(config)):
-        window, chunk = (
-            size if size and size < reach else 0
-            for size in (
-                getattr(own, name, None) for name in ("sliding_window", "attention_chunk_size")
-            )
-        )
+        sizes = (getattr(own, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        window, chunk = (size if size and size < context else 0 for size in sizes)
         if kinds:
             kind = kinds[i]
             window, chunk = window * ("sliding" in kind), chunk * ("chunked" in kind)
@@ -164,12 +160,12 @@ def kept(span: int, slots: int, room: int) -> int:
     return min(slots, -(-(span + PREFILL + room - 1) // 8) * 8) if span else slots
 
 
-def slot_bytes(config: Any, itemsize: int, reach: int = 1 << 30) -> list[tuple[int, int]]:
+def slot_bytes(config: Any, itemsize: int, context: int = 1 << 30) -> list[tuple[int, int]]:
     """Bytes per slot: (span, bytes of keys and values of all layers with this `Layer.span`).
 
-    Latent attention keeps the latents instead. Layers that share keys keep none. reach: see
+    Latent attention keeps the latents instead. Layers that share keys keep none. context: see
     `layers`."""
-    each = list(zip(layers(config, reach), configs(config), strict=True))
+    each = list(zip(layers(config, context), configs(config), strict=True))
     shared = (getattr(config, "indexer_types", None) or []).count("shared")
     indexers = sum(layer.kind == "indexed_attention" for layer, _ in each) - shared
     sizes = Counter({0: indexers * (getattr(config, "index_head_dim", None) or 0)})

@@ -19,7 +19,7 @@ SIZES = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"
 SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head", "max_position_embeddings"}
 
 
-def sound(described: dict[str, Any], source: str) -> None:
+def check_config_json(described: dict[str, Any], source: str) -> None:
     """Raise UserError for a config.json with impossible values (sizes below 1, NaN, names that are
     no text) or code from a hub, before anything is built from it."""
     for path, value in fields(described):
@@ -84,26 +84,26 @@ def limits(config: Any) -> dict[str, int]:
     return {name: length for name, length in lengths.items() if length and length > 0}  # XLNet: -1
 
 
-def reach(config: Any) -> int:
-    """The longest sequence of a model with this config."""
+def context_length(config: Any) -> int:
+    """The longest sequence, in tokens, that a model with this config can be run on."""
     return min(limits(config).values(), default=1 << 30)
 
 
-def context(config: Any) -> str:
-    """The reach in words, with the field that says so where it is not the usual one."""
-    lengths, length = limits(config), reach(config)
+def context_in_words(config: Any) -> str:
+    """`context_length` in words, with the field that sets it where that is not the usual one."""
+    lengths, length = limits(config), context_length(config)
     names = [name for name, limit in lengths.items() if limit == length]
     beside = "" if not names or names[0] in CONTEXTS else f" ({names[0]} in its config)"
     return f"{length}-token context{beside}"
 
 
-def servable(config: Any, name: str) -> None:
+def check_servable(config: Any, name: str) -> None:
     """Refuse, by its config alone, a model whose state cannot be rolled back."""
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder; use a decoder-only causal LM")
     if not hasattr(config, "num_hidden_layers"):
         raise UserError(f"{name} ({config.model_type}) does not say how many layers it has")
-    here = layers(config, reach(config))
+    here = layers(config, context_length(config))
     kinds = {layer.kind for layer in here if not layer.has_state} - READ
     if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo's field
         kinds.add("local_attention")

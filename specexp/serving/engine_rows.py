@@ -15,7 +15,7 @@ from itertools import product
 
 import torch
 
-from specexp.drafters import too_short
+from specexp.drafters import warn_of_short_context
 from specexp.engine import Engine
 from specexp.errors import UserError, first_line, ran_out
 from specexp.sequences import Sequences, token_ids
@@ -145,8 +145,8 @@ class EngineRows:
     def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:
         """One round of the first len(budget) rows, of which none is longer than `longest`. A row
         drafts as deep as its budget (-1: it is not decoded)."""
-        too_short(self.engine.drafter, longest)
-        if self._reads_used(self._covered(len(budget)), tree):
+        warn_of_short_context(self.engine.drafter, longest)
+        if self._by_length(self._covered(len(budget)), tree):
             longest = self.slots  # costs nothing, and one capture serves sequences of any length
         return self.engine.run(self._rows(budget, longest, tree.depth), tree)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
 
-from specexp.errors import UserError, typed
+from specexp.errors import UserError, check_type
 from specexp.policy import Plan, Stream
 from specexp.trace import Step
 
@@ -26,9 +26,9 @@ class Request:
     kind: str = ""
 
     def __post_init__(self) -> None:
-        typed("new", self.new, "int")
-        typed("stream", self.stream, "int")
-        typed("at_s", self.at_s, "float")
+        check_type("new", self.new, "int")
+        check_type("stream", self.stream, "int")
+        check_type("at_s", self.at_s, "float")
         if not isfinite(self.at_s):
             raise UserError(f"at_s is {self.at_s}; a request arrives at a finite time")
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
-from specexp.errors import UserError, typed
+from specexp.errors import UserError, check_type
 from specexp.policy import Load, Plan, Policy
 from specexp.serving.engine_rows import EngineRows, OutOfMemory, window
 from specexp.serving.requests import Request, Response, Row, ServerStep, State
@@ -42,8 +42,8 @@ class Server:
                 f"the rows leave {rows.slack} slots for a draft and the policy wants "
                 f"{policy.widest}: make them with more slack"
             )
-        typed("chunk", chunk, "int")
-        typed("queue", queue, "int")
+        check_type("chunk", chunk, "int")
+        check_type("queue", queue, "int")
         if chunk < 1 or queue < 0:
             raise UserError(f"chunk is {chunk} and queue {queue}; at least 1 and 0 are needed")
         self.rows, self.policy, self.chunk, self.queue = rows, policy, chunk, queue

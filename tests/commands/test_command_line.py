@@ -396,8 +396,8 @@ def test_folder_named_like_a_method_is_a_draft_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "draft-model").mkdir()
     for name in ("draft-model", "./my-model", "models/ft", "me/my-model"):
-        assert names.drafter_of(name) == ("model", name, None)
-    assert names.drafter_of("eagl:me/heads") == ("eagl", "me/heads", None)
+        assert names.parse_drafter(name) == ("model", name, None)
+    assert names.parse_drafter("eagl:me/heads") == ("eagl", "me/heads", None)
 
 
 def test_lossy_rule_is_not_reported_as_exact(run):
@@ -474,7 +474,7 @@ def test_brackets_in_paths_are_not_read_as_markup(run, tiny_folders, tmp_path, m
 
 def test_zoo_train_resolves_device_auto(run, monkeypatch):
     asked = []
-    monkeypatch.setattr("specexp.api.where", lambda device: f"for {device}")
+    monkeypatch.setattr("specexp.api.resolve_device", lambda device: f"for {device}")
 
     def train(*_, device, **__):
         asked.append(device)

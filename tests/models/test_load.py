@@ -283,7 +283,7 @@ def test_probe_reads_past_the_window(monkeypatch):
 
 
 def test_probe_reads_past_limits_of_rotation(monkeypatch):
-    monkeypatch.setattr(lms, "reach", lambda config: config.max_position_embeddings)
+    monkeypatch.setattr(lms, "context_length", lambda config: config.max_position_embeddings)
     with pytest.raises(UserError, match="its logits over a tree differ"):
         of_module(architectures.build("phi3, longrope"))
 

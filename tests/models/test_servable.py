@@ -39,7 +39,7 @@ def test_reach_reads_every_context_field():
         rope_scaling={"type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
     )  # fmt: skip
     plain, mpt = LlamaConfig(max_position_embeddings=64), MptConfig(max_seq_len=48)
-    found = [*map(servable.reach, (beside, phi, plain, mpt, SimpleNamespace()))]
+    found = [*map(servable.context_length, (beside, phi, plain, mpt, SimpleNamespace()))]
     assert found == [16, 32, 64, 48, 1 << 30]
 
 
@@ -53,11 +53,11 @@ def test_reach_reads_every_context_field():
 )
 def test_servable_refuses_state_that_cannot_roll_back(config, said):
     with pytest.raises(UserError, match=said):
-        servable.servable(config, "mine")
+        servable.check_servable(config, "mine")
 
 
 def test_servable_takes_global_layers_of_gpt_neo():
-    servable.servable(GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "mine")
+    servable.check_servable(GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "mine")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_servable_takes_global_layers_of_gpt_neo():
     ],
 )  # fmt: skip
 def test_layers_have_the_windows_and_chunks_of_their_config(config, kinds):
-    servable.servable(config, "mine")
-    assert layers(config, servable.reach(config)) == tuple(kinds)
+    servable.check_servable(config, "mine")
+    assert layers(config, servable.context_length(config)) == tuple(kinds)
 
 
 def test_the_config_of_every_architecture_is_sound():
@@ -87,4 +87,4 @@ def test_the_config_of_every_architecture_is_sound():
             described = CONFIG_MAPPING[kind]().to_dict()
         except Exception:  # some have no defaults
             continue
-        servable.sound(described, kind)
+        servable.check_config_json(described, kind)

@@ -29,7 +29,7 @@ from specexp.models import lm as lms
 from specexp.models import load, memory
 from specexp.models.load import of_module
 from specexp.models.recurrent import state_bytes
-from specexp.models.servable import ORIGINAL, context, reach
+from specexp.models.servable import ORIGINAL, context_in_words, context_length
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.tree import Tree
@@ -231,7 +231,7 @@ def outcome(
     except UserError as e:
         own = module.config.get_text_config()
         with contextlib.suppress(UserError):  # of a folder this is asked before its weights
-            assert reach(own) > 0
+            assert context_length(own) > 0
             assert load.state_bytes(own, module.dtype, 1, 0) >= 0
         return f"refused: {reason(str(e))}"
     edge = [lm.context - NEW] if lm.context < CONTEXT else []  # the last token is at the limit
@@ -262,7 +262,7 @@ def outcome(
     if len(fitting) < len(texts):
         with pytest.raises(UserError, match=r"-token context \("):
             Engine(lm, Plain(), Fixed(Tree.chain(0))).generate(texts[-1:], NEW)
-        return f"right up to {context(lm.config).replace('-token context', ' tokens')}"
+        return f"right up to {context_in_words(lm.config).replace('-token context', ' tokens')}"
     return "right"
 
 

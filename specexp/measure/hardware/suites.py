@@ -56,7 +56,7 @@ def report_path(out: Path, options: dict[str, Any]) -> Path:
     and target."""
     if out.suffix and not out.is_dir():
         return out
-    device = torch.device(api.where(options["device"]))
+    device = torch.device(api.resolve_device(options["device"]))
     machine = fingerprint(device, DTYPES[options["dtype"]])
     words = "bench", machine["device"], machine["dtype"], Path(options["target"]).name
     return out / ("_".join(re.sub(r"\W+", "-", word).strip("-") for word in words) + ".json")
