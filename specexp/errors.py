@@ -138,7 +138,7 @@ def brief(value: Any, among: Collection[Any] = ()) -> str:
 
 
 def last_parts(value: Any, parts: int) -> str:
-    """So many of the last parts of a path or a hub id, after its method; other values as text."""
+    """A path or hub id cut to its last parts, a method before it kept; other values as text."""
     text = str(value)
     if isinstance(value, str) and "/" in value:
         method, colon, path = value.rpartition(":")

@@ -57,7 +57,7 @@ class Rows:
         short."""
         B, slots = batch.tokens.shape
         S, (rows, size) = rounded(slots), self._size()
-        wider = any(lm.bounded and lm.room < batch.slack for lm in self.models)
+        wider = any(lm.keeps_last_slots_only and lm.room < batch.slack for lm in self.models)
         broken = any(bool(lm.fault.any()) for lm in self.models)  # NaN in a slot
         if rows < B or size < S or wider or broken:
             self._grow(B, S, batch.slack)

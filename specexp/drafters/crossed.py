@@ -78,7 +78,7 @@ class Crossed(Drafter):
         self.context = lm.context
         self.pieces = token_map.pieces.to(lm.device)
         self.shared = token_map.shared.to(lm.device)
-        lm.again = self.pieces.shape[1]
+        lm.refed = self.pieces.shape[1]
 
     def allocate(self, B: int, S: int) -> None:
         """The draft's sequences are cut at 2 * S tokens; drafts are poor from there on."""

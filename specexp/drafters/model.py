@@ -36,7 +36,7 @@ class DraftModel(Drafter):
         self.draws = not self.chosen
         self.name = lm.name
         self.models: tuple[LM, ...] = (lm,)
-        lm.again = 1  # `propose` feeds the token before the root again
+        lm.refed = 1  # `propose` feeds the token before the root again
         self.context = lm.context
 
     def allocate(self, B: int, S: int) -> None:

@@ -61,7 +61,7 @@ class Planted(Drafter):
             law = self.sampling.law(self.target.verify(plain, draft).logits)
             plain.commit(match(draft, law, self.rng))
         self.future[seqs.rows, : plain.tokens.shape[1]] = plain.tokens
-        if self.target.bounded:  # its keys or states are those of the continuation now
+        if self.target.keeps_last_slots_only:  # it holds the continuation now
             self.target.prefill(seqs, 0, int(seqs.length.max()) - 1)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:

@@ -157,8 +157,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: floa
 
 
 @op
-def spared(head: Tensor) -> int:
-    """`lm.Network.sparing` of passes with weights like these: under a mask all slots are read."""
+def by_length_up_to(head: Tensor) -> int:
+    """See `lm.Network`; of passes with weights like these, which run under a mask."""
     return 0
 
 
@@ -214,7 +214,7 @@ class Fused:
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
         self.group = self.layers[0].heads // self.layers[0].keys
-        self.sparing = spared(head)
+        self.by_length_up_to = by_length_up_to(head)
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,

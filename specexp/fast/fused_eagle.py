@@ -27,7 +27,7 @@ class FusedEagle:
     parts = ()
 
     def __init__(self, eagle: Eagle, net: Fused | Native) -> None:
-        self.eagle, self.net, self.sparing = eagle, net, net.sparing
+        self.eagle, self.net, self.by_length_up_to = eagle, net, net.by_length_up_to
         self.tap = 1 if "norm_output" in eagle.shape.norms else -1
 
     def __call__(

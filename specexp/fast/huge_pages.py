@@ -17,8 +17,8 @@ LARGE = 1 << 21  # bytes of a huge page
 LINE = 64  # bytes of a cache line
 
 
-@kernel(load.settle, "cpu")
-def settle(module: Any) -> None:
+@kernel(load.place_weights, "cpu")
+def place_weights(module: Any) -> None:
     """Move a module's parameters to huge pages, matrices first, otherwise in order. Quantised
     weights stay where they are, and so does a module smaller than one page."""
     plain = (p for p in module.parameters() if p.device.type == "cpu" and not int8.is_quantised(p))

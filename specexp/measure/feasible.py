@@ -245,7 +245,7 @@ def _check_memory(
         return
     fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
     halved, dtype = pairings[0].models[0].bfloat16, params.get("dtype", "float32")
-    advice = f"a batch of {fits} would fit" if fits else memory.smaller(halved, dtype, free)
+    advice = f"a batch of {fits} would fit" if fits else memory.advice(halved, dtype, free)
     findings.add(
         f"{params['target']} on batch {batch} x {longest} tokens needs at least {most}, and "
         f"{memory.gib(free)} GiB are free: {advice}",

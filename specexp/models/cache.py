@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specexp.models.memory import Layer, kept
+from specexp.models.memory import Layer, layer_slots
 from specexp.ops import op
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Branches, line_mask
@@ -105,7 +105,7 @@ class SlotCache(Cache):
         self.rows = slice(0, batch)
         self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
         self.states: States | None = None
-        self.sizes = {layer.span: kept(layer.span, size, room) for layer in self.kinds}
+        self.sizes = {layer.span: layer_slots(layer.span, size, room) for layer in self.kinds}
         self.places: dict[int, Tensor] = {}  # where a pass writes [b, 1, n, 1], by a layer's size
         super().__init__(layers=[Slots(self, self.sizes[layer.span]) for layer in self.kinds])
 

@@ -44,6 +44,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (), "exponential_decay_length_penalty": (),
     "begin_suppress_tokens": ([],), "max_time": (), "cache_implementation": WHOLE_CACHES,
 }  # fmt: skip
+# Cuts that `Sampling` does not have, refused where the model's own sampling is used.
 NO_CUTS: dict[str, tuple[Any, ...]] = {
     "top_h": (), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,)
 }  # fmt: skip

@@ -90,28 +90,27 @@ def quantise(module: Any, device: str) -> None:
     quantize_(module, config, lambda part, _: part in parts, device=device)
 
 
-def held(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The plain tensors behind these; a quantised one consists of several."""
     for x in tensors:
         if is_quantised(x):
-            yield from held(_parts(x).values())
+            yield from plain_tensors(_parts(x).values())
         else:
             yield x
 
 
 def by_address(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """The plain tensors behind these, by address: a shared one occurs once."""
-    return {x.data_ptr(): x for x in held(tensors)}
+    return {x.data_ptr(): x for x in plain_tensors(tensors)}
 
 
 def is_quantised(x: Tensor) -> bool:
-    """Whether a tensor is quantised."""
     return hasattr(x, "__tensor_flatten__")
 
 
 def by_rows(x: Tensor) -> bool:
     """Whether rows can be split and joined: a plain tensor, or one quantised by rows."""
-    return all(type(p) is Tensor and p.shape[:1] == x.shape[:1] for p in held([x.data]))
+    return all(type(p) is Tensor and p.shape[:1] == x.shape[:1] for p in plain_tensors([x.data]))
 
 
 def joined(weights: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:

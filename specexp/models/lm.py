@@ -59,13 +59,13 @@ class Network(Protocol):
 
     @property
     def parts(self) -> tuple[Stepwise, ...]:
-        """What stands for its modules that have states."""
+        """What stands for its modules that have states (recurrent.py)."""
         ...
 
     @property
-    def sparing(self) -> int:
-        """Passes of up to this many tokens take no longer in a larger window: they read only the
-        slots they see."""
+    def by_length_up_to(self) -> int:
+        """Passes of up to this many tokens read each row by its length, so that they take no
+        longer in a larger window; 0: every pass reads all slots of the window, under a mask."""
         ...
 
     def __call__(
@@ -89,13 +89,13 @@ class Linear(nn.Linear):
 
 @dataclass(frozen=True)
 class Unfused:
-    """A transformers module whose linear layers are operations; `parts` of it have states, and none
-    `attends` if it takes neither positions nor a mask. `inputs`: further inputs of the module."""
+    """A transformers module whose linear layers are operations. `parts`: what stands for those of
+    its modules that have states; `attends`: it takes positions and a mask."""
 
     module: Any
     parts: tuple[Stepwise, ...] = ()
     attends: bool = True
-    sparing = 0
+    by_length_up_to = 0
 
     @classmethod
     def of(cls, module: Any) -> Unfused:
@@ -199,14 +199,13 @@ def network(module: Any, name: str, vocab: int) -> Network:
 class LM:
     """A causal LM with a cache of its own. `models.load` makes one from a folder or a module.
 
-    `net`: what runs `module`. `vocab` V: the tokens it may emit; ids past it are padding rows.
-    `process`: what a target's generation config makes of the logits [B, N, V] after a draft.
+    `net`: what runs `module`. `vocab` V: the tokens it may emit; logits past them are padding.
+    `process`: what a target's generation config does to the logits [B, N, V] after a draft.
     `context`: the longest sequence it can read. `fault` [B]: NaN for rows in which this model has
-    produced NaN or infinite logits, more than 0 for those in which `process` left no token, else 0
-    (see `why`). `bounded`: it keeps states, or keys in a window, of a row's last slots alone, so
-    that what is written past a text takes the place of what lies before. `room` and `again`: the
-    slots from the root on that a round may write, and the tokens before the root that it feeds
-    again; what has states keeps them for as many slots.
+    produced NaN or infinite logits, above 0 for those in which `process` left no token, else 0 (see
+    `why`). `keeps_last_slots_only`: it has states, or windows in rings, in which what is written
+    past a text overwrites what comes before. `room`: slots from the root on that a round may write
+    (`Tree.room`); `refed`: tokens before the root that it feeds again.
     """
 
     def __init__(
@@ -218,11 +217,11 @@ class LM:
         self.config = module.config.get_text_config()
         self.context = context_length(self.config)
         self.layers = layers(self.config, self.context)
-        self.bounded = bool(net.parts) or any(layer.span for layer in self.layers)
+        self.keeps_last_slots_only = bool(net.parts) or any(layer.span for layer in self.layers)
         self.device, self.dtype = module.device, module.dtype
         self.cache: SlotCache | None = None
         self.fault = torch.zeros(0)
-        self.room, self.again = 1, 0
+        self.room, self.refed = 1, 0
 
     def apart(self, name: str = "", process: Callable[[Draft, Tensor], Tensor] | None = None) -> LM:
         """The same weights with a cache of their own, and perhaps another name or `process`."""
@@ -249,7 +248,7 @@ class LM:
         fit."""
         self.cache = None
         parts = self.net.parts
-        need = B * (self.kv_bytes(S) + state_bytes(parts, self.room, self.again))
+        need = B * (self.kv_bytes(S) + state_bytes(parts, self.room, self.refed))
         free = memory.free_memory(self.device)
         if need > free:
             most = free * B // need
@@ -260,7 +259,7 @@ class LM:
             )
         self.cache = SlotCache(self.layers, B, S, self.room)
         if parts:
-            self.cache.states = States(parts, B, self.room, self.again, self.device)
+            self.cache.states = States(parts, B, self.room, self.refed, self.device)
         self.fault = torch.zeros(B, device=self.device)
 
     @torch.inference_mode()
@@ -273,18 +272,18 @@ class LM:
         visible: Branches | None,
         taps: tuple[int, ...] = (),
         last: int | None = None,
-        first: bool = False,
+        opens: bool = False,
         start: int | None = None,
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
-        [B, n]; `visible`, `taps`, `last` and `inputs` as in `Network`. `first` and `start`: what
-        layers with states are told (`States.aim`)."""
+        [B, n]; `visible`, `taps`, `last` and `inputs` as in `Network`. `opens` and `start`: see
+        `States.aim`; layers without states ignore them."""
         assert self.cache is not None, "allocate before the first pass"
         S = seqs.tokens.shape[1]
         self.cache.aim(seqs.rows, slots, S, tokens)
         if self.cache.states:
-            self.cache.states.aim(seqs.rows, slots, tokens, visible, first, start)
+            self.cache.states.aim(seqs.rows, slots, tokens, visible, opens, start)
         if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
             positions = positions.clamp(max=self.context - 1)
         logits, hidden = self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
@@ -315,8 +314,8 @@ class LM:
 
     @torch.inference_mode()
     def refill(self, seqs: Sequences, count: int) -> None:
-        """Feed the `count` tokens before each row's root again, in rows that may draft; those that
-        the states of a row lack, where there are states."""
+        """Feed the `count` tokens before each row's root again, in rows that may draft. A model
+        with states is fed those that its states do not cover, whatever `count` is."""
         if self.net.parts:
             covered = self._states.covered[seqs.rows].tolist()
             self._read(covered, seqs, seqs.tokens.shape[1])
@@ -330,7 +329,7 @@ class LM:
         [B, 1, V] after the root."""
         slots = seqs.places(torch.arange(1 - count, 1, device=self.device)[None])
         tokens = seqs.drafting(seqs.read(slots), 0)
-        logits = self.feed(seqs, tokens, slots, slots, None, last=1, first=True).logits
+        logits = self.feed(seqs, tokens, slots, slots, None, last=1, opens=True).logits
         if self.net.parts:
             covered = self._states.covered[seqs.rows]
             covered.copy_(torch.where(tokens[:, -1] < 0, covered, seqs.length))
@@ -345,7 +344,7 @@ class LM:
         if not nodes.is_chain:
             slots = seqs.places(torch.arange(draft.tokens.shape[1], device=self.device)[None])
             visible = Branches(slots[:, :1], nodes.ancestors)
-        seen = self.feed(seqs, draft.tokens, slots, positions, visible, taps, first=True)
+        seen = self.feed(seqs, draft.tokens, slots, positions, visible, taps, opens=True)
         seen.logits = self.process(draft, seen.logits)
         return seen
 
@@ -379,9 +378,9 @@ class LM:
     def _read(
         self, starts: Sequence[int], seqs: Sequences, stop: int, taps: tuple[int, ...] = ()
     ) -> Tensor | None:
-        """Fill the slots below `stop` and the root's, from `starts` [B] on, in rows that may draft:
-        row by row, so that no padding enters a state. Returns the tapped hidden states
-        [B, stop - start, taps*E], or None."""
+        """Feed the tokens in slots `starts` [B] to `stop` - 1 or to the root, which is left out, in
+        rows that may draft; one row at a time, so that no padding enters a state. Returns the
+        tapped hidden states [B, stop - start, taps*E], or None."""
         states = self._states
         ends = [min(stop, length - 1) for length in seqs.length.tolist()]
         if seqs.budget is not None:

@@ -40,7 +40,7 @@ from specexp.tree import Tree
 
 log = logging.getLogger("specexp")
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in memory.DTYPES}
-LIMITS = re.compile(
+LIMITS = re.compile(  # names of lengths in a config past which a model may behave otherwise
     "window|chunk|local|topk|keep|floor|span|block_size|budget|lengths?$|original_max_position"
 )
 WORK = 6e11  # weights times tokens that a probe on a CPU may read
@@ -59,7 +59,7 @@ def read_config(source: str | Path) -> Any:
     Raises UserError if the model is unsafe or cannot be served.
     """
     bare, suffix = int8.split(str(source))
-    config = copy.deepcopy(_config(bare, _state(bare)))
+    config = copy.deepcopy(_config(bare, _version(bare)))
     if suffix:
         int8.check(config, bare)
         config.get_text_config().quantised = suffix
@@ -71,14 +71,14 @@ def read_config(source: str | Path) -> Any:
 def read_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a folder or hub id: the same object while its files do not change."""
     bare, _ = int8.split(str(source))
-    return _tokenizer(bare, _state(bare))
+    return _tokenizer(bare, _version(bare))
 
 
 def read_generation(source: str | Path) -> Any:
     """The generation config of a folder or hub id: generation_config.json, and config.json only
     where there is none, as in transformers."""
     bare, _ = int8.split(str(source))
-    return _generation(bare, _state(bare))
+    return _generation(bare, _version(bare))
 
 
 def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | None = None) -> LM:
@@ -98,7 +98,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     config = read_config(source)
     _check_device(dtype, device)
     bare, suffix = int8.split(str(source))
-    key = (str(source), _state(bare), dtype, device)
+    key = (str(source), _version(bare), dtype, device)
     if (module := _IN_USE.get(key)) is None:
         module = _read_weights(config, bare, name, dtype, device)
         if suffix:
@@ -107,7 +107,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
         if method := int8.method(config):
             int8.unpack(module, DTYPES[dtype], f"cannot load {name}, quantised by {method}")
         _IN_USE[key] = module
-        settle(module)
+        place_weights(module)
     return of_module(module, name, vocab)
 
 
@@ -139,8 +139,8 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
 
 
 @op
-def settle(module: Any) -> None:
-    """Move a module's weights to where passes read them sooner; by default, nowhere."""
+def place_weights(module: Any) -> None:
+    """Move a module's weights to memory from which passes read them sooner; by default, nowhere."""
 
 
 def probe(lm: LM) -> None:
@@ -245,8 +245,8 @@ def weight_bytes(config: Any, dtype: torch.dtype) -> int:
     return numbers * dtype.itemsize + int8_bytes
 
 
-def state_bytes(config: Any, dtype: torch.dtype, room: int, again: int) -> int:
-    """Bytes of the states that a model keeps of a row, from its config alone. `room`, `again`: see
+def state_bytes(config: Any, dtype: torch.dtype, room: int, refed: int) -> int:
+    """Bytes of the states that a model keeps of a row, from its config alone. `room`, `refed`: see
     `LM`."""
     if not any(layer.has_state for layer in layers(config)):
         return 0
@@ -255,10 +255,10 @@ def state_bytes(config: Any, dtype: torch.dtype, room: int, again: int) -> int:
         module = _without_weights(config, dtype)
         with _refusing(config.name_or_path or "the model", config, dtype):
             _PARTS[described] = Unfused.of(module).parts
-    return recurrent.state_bytes(_PARTS[described], room, again)
+    return recurrent.state_bytes(_PARTS[described], room, refed)
 
 
-def _state(source: str) -> Any:
+def _version(source: str) -> Any:
     """A cache key that changes with a folder's files; a hub id is read once per process."""
     if not os.path.isdir(source):
         return None
@@ -268,7 +268,7 @@ def _state(source: str) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _config(source: str, state: Any) -> Any:
+def _config(source: str, version: Any) -> Any:
     folder = Path(source)
     if folder.is_dir():
         _check_files(folder)
@@ -328,7 +328,7 @@ def _check_count(folder: Path, layers: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _tokenizer(source: str, state: Any) -> Any:
+def _tokenizer(source: str, version: Any) -> Any:
     with refusing(f"cannot read the tokenizer of {source}"):
         return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
 
@@ -353,7 +353,7 @@ def text_of(tokenizer: Any, tokens: Sequence[int], **how: bool) -> str:
 
 
 @lru_cache(maxsize=64)
-def _generation(source: str, state: Any) -> Any:
+def _generation(source: str, version: Any) -> Any:
     with refusing(f"cannot read generation_config.json of {source}"):
         try:
             return GenerationConfig.from_pretrained(source)
@@ -381,7 +381,7 @@ def _check_memory(config: Any, bare: str, name: str, dtype: str, device: str) ->
     if need > free:
         raise UserError(
             f"the weights of {name} in {dtype} take {gib(need)} GiB and {gib(free)} GiB are free "
-            f"on {device}: {memory.smaller(weight_bytes(config, torch.bfloat16), dtype, free)}"
+            f"on {device}: {memory.advice(weight_bytes(config, torch.bfloat16), dtype, free)}"
         )
 
 

@@ -109,8 +109,8 @@ def gib(size: float) -> str:
     return f"{size:.0f}" if size >= 99.5 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
 
 
-def smaller(halved: int, dtype: str, free: int) -> str:
-    """Advice for when the weights, which take `halved` bytes in bfloat16, do not fit into `free`
+def advice(halved: int, dtype: str, free: int) -> str:
+    """What to do when the weights, which take `halved` bytes in bfloat16, do not fit into `free`
     bytes."""
     if dtype != "bfloat16" and halved <= free:
         return "use --dtype bfloat16"
@@ -152,8 +152,9 @@ def rounded(slots: int) -> int:
     return -(-slots // step) * step
 
 
-def kept(span: int, slots: int, room: int) -> int:
-    """How many of a row's `slots` a layer keeps if it reads `span` positions back (0: all of them).
+def layer_slots(span: int, slots: int, room: int) -> int:
+    """How many of a row's `slots` a layer's buffers hold if it reads `span` positions back; all of
+    them if span is 0.
 
     Enough for a prefill pass after a round that wrote `room` slots was rolled back, and one slot
     for padding; a multiple of 8, as kernels copy masks of other widths."""
@@ -178,8 +179,8 @@ def slot_bytes(config: Any, itemsize: int, context: int = 1 << 30) -> list[tuple
 
 def row_bytes(sizes: Sequence[Sequence[int]], slots: int, room: int = 1) -> int:
     """Bytes of keys and values of a row of so many slots. sizes: from `slot_bytes`; room: see
-    `kept`."""
-    return sum(size * kept(span, slots, room) for span, size in sizes)
+    `layer_slots`."""
+    return sum(size * layer_slots(span, slots, room) for span, size in sizes)
 
 
 def _kv(config: Any) -> int:

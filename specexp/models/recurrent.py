@@ -25,7 +25,11 @@ from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, Scan, Window, e
 from specexp.tree import Branches
 
 WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
-KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+KEEPS = {  # methods of a cache by which a module writes a state
+    "update_conv_state",
+    "update_recurrent_state",
+    "set_linear_cache",
+}
 
 
 class State:
@@ -85,25 +89,25 @@ class State:
         return {i: x for (kind, i), x in self.parts.items() if kind == "recurrent"}
 
 
-class Elsewhere(State):
-    """In a pass whose recurrence and convolution know where they are kept (scans.py)."""
+class ScanState(State):
+    """In a pass by scan, which keeps what it computes itself (scans.py): nothing is kept here."""
 
     def update_conv_state(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
 
 class States:
-    """The states of all modules of `batch` rows, of which a round may write `room` slots from the
-    root on and feed `again` before it: after each of the last slots, or, if all can be scanned,
-    those of the text and what each slot adds to them.
+    """The states of all modules of `batch` rows. Node by node: those after each of a row's last
+    slots. By scan: those after the text, and what each of the last slots adds to them.
 
-    `covered` [B]: how many tokens of each row are in them; only what refills a row reads it.
+    `room`, `refed`: see `LM`. `covered` [B]: how many tokens of each row are in its states; only
+    what refills a row reads it.
     """
 
     def __init__(
-        self, parts: Sequence[Stepwise], batch: int, room: int, again: int, device: Any
+        self, parts: Sequence[Stepwise], batch: int, room: int, refed: int, device: Any
     ) -> None:
-        self.size, self.again = slots_kept(parts, room, again), again
+        self.size, self.refed = slots_kept(parts, room, refed), refed
         self.covered = torch.zeros(batch, dtype=torch.int64, device=device)
         scanned = parts[0].scanned
         entries = FIRST + batch * self.size
@@ -117,23 +121,24 @@ class States:
             for part in parts
         ]
         self.window = Window(batch, self.size, _columns(parts), device) if scanned else None
-        self.most = room + again if scanned else PREFILL  # tokens of a pass that is not at once
+        self.most = room + refed if scanned else PREFILL  # tokens of a pass that is not at once
         self.start: int | None = None
         self.before: Sequence[Tensor] = ()
         self.after: Sequence[Tensor] = ()
 
     def aim(
-        self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None, first: bool,
+        self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None, opens: bool,
         start: int | None = None,
     ) -> None:  # fmt: skip
         """Make the next pass start each token [b, n] from the state of the last slot that it sees
         before its own (`visible`, see `lm.Network`), and leave its state at its own.
-        `first`: whether what lies before these slots is of the text; `start`: of a text from this
-        slot on, which the pass runs in one go."""
+        `opens`: all tokens before these slots are committed, unlike those before a draft's deeper
+        levels. `start`: these are tokens of one text from this slot on, which the modules read
+        at once; None: they are read node by node, or by a scan."""
         self.start = start
         if self.window:
             n = slots.shape[1] if start is None else 1
-            self.window.aim(rows, slots[:, :n], tokens[:, :n], visible, first)
+            self.window.aim(rows, slots[:, :n], tokens[:, :n], visible, opens)
             if start is not None:
                 self.window.based[rows] = slots[:, -1] + 1
                 last = torch.arange(-self.window.back, 0, device=slots.device)
@@ -153,7 +158,7 @@ class States:
         self.after = after.t().contiguous().unbind()
 
     def read(self, module: int, node: int) -> State:
-        """A copy of what a node starts from, or a text."""
+        """A copy of the states from which a node starts, or a text that is read at once."""
         if self.start == 0:
             return State({})
         parts = self.buffers[module]
@@ -164,6 +169,7 @@ class States:
         return State({("conv", 0): conv, **whole})
 
     def write(self, module: int, node: int, state: State) -> None:
+        """Keep the states after a node, or after a text that was read at once."""
         for name, x in self.buffers[module].items():
             if self.window is None:
                 x.index_copy_(0, self.after[node], state.parts[name])
@@ -176,7 +182,7 @@ class States:
         """Copy what the next round reads of slots `source` [b, D+1] to `target`, if n [b] draft
         tokens were accepted."""
         if self.window is None:
-            last = n[:, None] - torch.arange(self.again + 1, device=n.device)
+            last = n[:, None] - torch.arange(self.refed + 1, device=n.device)
             source, target = (x.gather(1, last.clamp(min=0)) for x in (source, target))
         here, there = (entries_of(rows, slots, self.size).flatten() for slots in (source, target))
         for part in self.buffers:
@@ -214,23 +220,23 @@ class States:
         ]
 
 
-class Given(nn.Module):
-    """In place of a product that has been computed for all nodes: one node's."""
+class Precomputed(nn.Module):
+    """In place of a product that was computed for all nodes at once: the output for one node."""
 
-    now: Tensor
+    output: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.now
+        return self.output
 
 
 class Stepwise(nn.Module):
     """In place of a module with a state: the module over every node of a pass.
 
-    `states`: those of one row after one token. `continues`: whether the module runs over several
-    tokens at once from a state too, and not only from the beginning. `scan`: the module with its
-    recurrence over all nodes, if `scanned` (all modules of a network, or none). Else `step` is the
-    module over one node. `first`: the products that read the module's input, and what stands for
-    them in `step`. `last`: the product that writes its output, which `step` leaves out.
+    `states`: those of one row after one token. `continues`: the module can read several tokens at
+    once from a state too, and not only from the beginning. `scanned` (all modules of a network, or
+    none): `scan` runs all nodes of a draft together. Otherwise `step` runs one node: the module,
+    without the product that writes its output (`last`), and with `Precomputed` in place of those
+    that read its input (`first`).
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -240,7 +246,7 @@ class Stepwise(nn.Module):
         self.states: Parts = {}
         self.continues = self.scanned = False
         self.scan = Scan(module)
-        self.first: list[tuple[nn.Module, Given]] = []
+        self.first: list[tuple[nn.Module, Precomputed]] = []
         self.last: nn.Module = nn.Identity()
         self.step = module
 
@@ -251,15 +257,15 @@ class Stepwise(nn.Module):
         [cache] = [i for i in (*given, *inputs.values()) if isinstance(i, SlotCache)]
 
         def run(module: Callable[..., Any], x: Tensor, state: State) -> Any:
-            named = {name: _its(i, state) for name, i in inputs.items()}
-            return module(x, *(_its(i, state) for i in given), **named)
+            named = {name: _input(i, state) for name, i in inputs.items()}
+            return module(x, *(_input(i, state) for i in given), **named)
 
         states = cache.states
         if states is None:
             return self._seen(x, run)
         self.scan.window, self.scan.buffers = states.window, states.buffers[self.number]
         if states.start is None and states.window:
-            return run(self.scan.forward, x, Elsewhere({}))
+            return run(self.scan.forward, x, ScanState({}))
         if states.start is not None:
             self.scan.fold()
             y = run(self.module, x, state := states.read(self.number, 0))
@@ -273,7 +279,7 @@ class Stepwise(nn.Module):
         outputs = []
         for node, one in enumerate(x.split(1, 1)):
             for place, product in products:
-                place.now = product[node]
+                place.output = product[node]
             outputs.append(run(self.step, one, state := states.read(self.number, node)))
             states.write(self.number, node, state)
         return self.last(_joined(outputs))
@@ -298,13 +304,13 @@ class Stepwise(nn.Module):
             hook.remove()
         self.states, self.step = state.parts, twin(self.module)
         for name, module in first.items():
-            self.first.append((module, place := Given()))
+            self.first.append((module, place := Precomputed()))
             self.step.set_submodule(name, place)
         for name in {name for name, output in outputs if output is y} - first.keys():
             self.last = products[name]
             self.step.set_submodule(name, nn.Identity())
         if self.scan.known:
-            run(self.scan.forward, x, Elsewhere({}))
+            run(self.scan.forward, x, ScanState({}))
         return y
 
     @property
@@ -321,15 +327,15 @@ class Stepwise(nn.Module):
         return self.scan.sizes | whole
 
 
-def _its(x: Any, state: State) -> Any:
-    """An input of a module with a state: its own state in place of the cache, and no mask."""
+def _input(x: Any, state: State) -> Any:
+    """What a module with a state gets for input x: `state` for the cache, None for a mask."""
     if isinstance(x, SlotCache):
         return state
     return None if isinstance(x, Tensor) and x.ndim == 4 else x
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """The outputs [b, 1, ...] of all nodes as one, or as many as each of them is."""
+    """The outputs [b, 1, ...] of all nodes, concatenated; a tuple if each of them is a tuple."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, 1)
     return tuple(_joined(list(part)) for part in zip(*outputs, strict=True))
@@ -366,32 +372,32 @@ def stepwise(module: Any) -> tuple[Any, tuple[Stepwise, ...]]:
 _TWINS: WeakKeyDictionary[Any, tuple[Any, tuple[Stepwise, ...]]] = WeakKeyDictionary()
 
 
-def slots_kept(parts: Sequence[Stepwise], room: int, again: int) -> int:
-    """Of a row. Where a pass scans, they hold a round's draft beside what the last one added."""
+def slots_kept(parts: Sequence[Stepwise], room: int, refed: int) -> int:
+    """The slots of a row whose states are kept; by scan, a round's draft beside the last one's."""
     if not parts[0].scanned:
-        return room + again + 1
-    return 2 * room + again + _columns(parts)
+        return room + refed + 1
+    return 2 * room + refed + _columns(parts)
 
 
 def _columns(parts: Sequence[Stepwise]) -> int:
-    """That a convolution reads."""
+    """The most tokens that one of their convolutions reads, the current one included."""
     return max(part.states["conv", 0].shape[-1] for part in parts)
 
 
-def state_bytes(parts: Sequence[Stepwise], room: int, again: int) -> int:
+def state_bytes(parts: Sequence[Stepwise], room: int, refed: int) -> int:
     """Bytes of the states of a row, see `States`."""
     kept = [(name, x.nbytes) for part in parts for name, x in part.kept.items()]
     once = sum(size for name, size in kept if parts[0].scanned and name in WHOLE)
     rest = sum(size for _, size in kept) - once
-    return once + rest * slots_kept(parts, room, again) if parts else 0
+    return once + rest * slots_kept(parts, room, refed) if parts else 0
 
 
 def spans(
     start: int, stop: int, states: States, parts: Sequence[Stepwise]
 ) -> Iterator[tuple[int, int, bool]]:
-    """The passes [first, last) that read the tokens from `start` to `stop`, and whether at once:
-    not the last `again`, which will be fed again and so leave a state each."""
-    continues, last = all(part.continues for part in parts), stop - states.again
+    """The passes [first, last) that read the tokens from `start` to `stop`, and whether each reads
+    its tokens at once. The last `refed` tokens are not, since each must leave a state."""
+    continues, last = all(part.continues for part in parts), stop - states.refed
     while start < last and (continues or not start):
         first, start = start, min(start + PREFILL, last) if continues else last
         yield first, start, True
@@ -404,10 +410,11 @@ def spans(
 def examine(
     parts: Sequence[Stepwise], cache: SlotCache, run: Callable[[Tensor, int | None], Any]
 ) -> None:
-    """See what modules with states consist of, by passes `run(slots [1, n], last)` of their network
-    over a cache of one row and eight slots; whether they continue a text at once, and whether a
-    scan gives the logits of their one-token form. On `meta`, where there are shapes alone, both
-    are taken to be."""
+    """Find out, by running them, what modules with states consist of, whether they can continue a
+    text (`continues`), and whether a scan gives the logits of their one-token form (`scanned`).
+
+    `run(slots [1, n], last)`: a pass of their network over `cache`, of one row and eight slots. On
+    the device `meta` nothing can be compared, and a scan is taken to be right."""
     device = next(parts[0].parameters()).device
     cache.aim(slice(0, 1), first_slot := torch.zeros(1, 1, dtype=torch.int64, device=device), 8)
     run(first_slot, 0)

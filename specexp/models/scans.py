@@ -3,8 +3,8 @@
 The recurrence S <- decay S + key (x) write, read by a query, is a weighted sum over the tokens that
 the query sees. So the key, the write and the decay of each token, and its column of a convolution's
 input, are kept by slot, as attention keeps keys and values. A pass reads the state S once for all
-nodes, and adds what the slots on each node's path contribute. The next round first adds the
-accepted tokens to S. (Yang et al. 2024, Gated Delta Networks; Dao and Gu 2024, Mamba 2.)
+nodes, and adds what the slots on each node's path contribute. The next round first folds the
+accepted tokens into S. (Yang et al. 2024, Gated Delta Networks; Dao and Gu 2024, Mamba 2.)
 transformers copies one text of each recurrence from model to model: SCANS has its names.
 """
 
@@ -40,8 +40,8 @@ class Paths:
     """What the tokens of a pass, at slots [b, n], see of the m slots that are kept.
 
     place [b, m]: the numbers of these slots. seen [b, n, m] bool: whether a slot is on the token's
-    path. A pass that first adds slots to the states has one row more, before the others: the slots
-    that are added.
+    path. A pass that folds slots into the states has one row more, before the others: the slots
+    that are folded.
     """
 
     seen: Tensor
@@ -49,7 +49,7 @@ class Paths:
     slots: Tensor
 
     @cached_property
-    def between(self) -> Tensor:
+    def decay_between(self) -> Tensor:
         """[b, m, n * (1 + m)]: 1 where the decay of a slot (the first m) acts on the state, or on
         the write of a slot (1 + m), before a token (n) reads it: the token sees the decaying slot,
         which comes after the other."""
@@ -64,12 +64,12 @@ class Paths:
         return nn.functional.pad(self.seen, (1, 0), value=True).float()[:, None, None]
 
     @cached_property
-    def prior(self) -> Tensor:
-        """[b, 1, 1, m]: 1 for slots before this pass."""
+    def before_pass(self) -> Tensor:
+        """[b, 1, 1, m]: 1 for slots before those of this pass."""
         return (self.place < self.slots[:, :1])[:, None, None].float()
 
     @cached_property
-    def earlier(self) -> Tensor:
+    def earlier_in_pass(self) -> Tensor:
         """[b, 1, n, n]: 1 where a token (the last n) has an earlier slot than another; of tokens
         that share a slot only the last one counts."""
         last = nn.functional.pad(self.slots.diff() != 0, (0, 1), value=True)
@@ -79,7 +79,7 @@ class Paths:
         """[b, H, k, n, 1 + m]: the factors by which the state, and then the write of each slot,
         have decayed when a token reads them; 0 for a slot that it does not see. g [b, m, H, k]: the
         logarithm of each slot's decay."""
-        factors = (g.flatten(2).mT @ self.between).exp()
+        factors = (g.flatten(2).mT @ self.decay_between).exp()
         return factors.view(len(factors), *g.shape[2:], *self.weights.shape[3:]) * self.weights
 
 
@@ -100,20 +100,20 @@ class Window:
         at = entries_of(rows, slots.flatten(1), self.size)
         return torch.where(slots < 0, NOTHING, at.view(slots.shape))
 
-    def fold(self, place: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
-        """Which of the slots `place` [b, m] the next pass adds to the states, [b, 1, m] bool: those
-        before the first slot that it feeds, of slots [b, n]. From then on `based` counts them."""
+    def to_fold(self, place: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
+        """Which of the slots `place` [b, m] the next pass folds into the states, [b, 1, m] bool:
+        those before the first slot that it feeds, of slots [b, n]. `based` counts them at once."""
         based = self.based[self.rows]
         until = torch.where(tokens[:, 0] < 0, based, torch.maximum(based, slots[:, 0]))
         based.copy_(until)
         return (place < until[:, None])[:, None]
 
     def aim(
-        self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None, first: bool
+        self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None, opens: bool
     ) -> None:
-        """Make the next pass feed tokens [b, n] at these slots. `first`: all tokens before them are
-        committed, so the pass adds them to the states after reading these."""
-        self.rows, self.folds = rows, int(first)
+        """Make the next pass feed tokens [b, n] at these slots. `opens`: all tokens before them are
+        committed, so the pass folds them into the states after reading these."""
+        self.rows, self.folds = rows, int(opens)
         based = self.based[rows, None]
         place = based + (torch.arange(self.size, device=based.device) - based) % self.size
         columns = torch.arange(-self.back, 0, device=slots.device)
@@ -129,8 +129,8 @@ class Window:
             on = nn.functional.pad(ancestors, (self.back, 0), value=True)
             path = torch.where(on, path[:, None], -1)
             columns = path.topk(self.back).values.flip(-1)
-        if first:
-            seen = torch.cat([self.fold(place, slots, tokens), seen], 1)
+        if opens:
+            seen = torch.cat([self.to_fold(place, slots, tokens), seen], 1)
         self.paths = Paths(seen, place, slots)
         self.own = slots % self.size
         self.after = torch.where(tokens < 0, NOWHERE, self.entries(rows, slots)).flatten()
@@ -153,8 +153,9 @@ class Scan:
     """Runs a module with a state over all nodes of a pass: `forward` is the module's own, with its
     recurrence and its convolution replaced by those of this class.
 
-    `known`: whether these are all that it has. `window`: what a pass reads and writes; without one
-    the module is only examined, and what it keeps of a slot is noted in `sizes`.
+    `known`: whether that replaces all by which the module keeps states. `turned`: its states are
+    [.., V, K], as in Mamba 2. `window`: what a pass reads and writes; without one the module is
+    only examined, and what it keeps of a slot is noted in `sizes`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -233,7 +234,7 @@ class Scan:
         return (*(x.unflatten(0, (-1, m)) for x in kept), state)
 
     def fold(self) -> None:
-        """Add to the states the slots that the window chose (`Window.fold`)."""
+        """Fold into the states the slots that the window chose (`Window.to_fold`)."""
         if self.window and ("recurrent", 0) in self.buffers:
             keys, decays, writes, state = self._kept()
             self._fold(self.window.paths.decays(decays)[..., 0, :], keys, writes, state)
@@ -284,11 +285,11 @@ class Scan:
         if beta is not None:
             rate = beta.transpose(1, 2)[..., None]
             (read, by_key), (scores, key_scores) = read.split(n, 2), scores.split(n, 2)
-            of_prior = (key_scores * paths.prior) @ writes.transpose(1, 2)
-            v = rate * (v.transpose(1, 2) - by_key - of_prior)
+            of_earlier = (key_scores * paths.before_pass) @ writes.transpose(1, 2)
+            v = rate * (v.transpose(1, 2) - by_key - of_earlier)
             if n > 1:  # the tokens of this pass read each other's writes
                 own = window.own[:, None, None].expand(b, H, n, -1)
-                among = rate * key_scores.gather(3, own) * paths.earlier
+                among = rate * key_scores.gather(3, own) * paths.earlier_in_pass
                 v = torch.linalg.solve_triangular(among, v, upper=False, unitriangular=True)
             v = v.transpose(1, 2)
         self._store("write", v)

@@ -186,9 +186,9 @@ class Costs:
         tokens = theory.tokens_of_round(conditional[:gamma])
         return tokens * self.step_s(batch, context) / self.round_s(batch, gamma, context)
 
-    def sparing(self, share: float) -> Costs:
-        """This table for a drafter that makes only this share of the planned draft tokens, which
-        are cheaper to verify where passes leave out padding."""
+    def at_drafted_share(self, share: float) -> Costs:
+        """This table for a drafter that makes only this share of the planned draft tokens: fewer
+        are cheaper to verify, if passes leave out padding."""
         if not self.packs:
             return self
         fed = [1 + share * (tokens - 1) for tokens in self.tokens]

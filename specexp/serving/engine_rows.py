@@ -159,17 +159,17 @@ class EngineRows:
         sizes = sorted({self._covered(n) for n in range(1, self.count + 1)}, reverse=True)
         kinds = [(0, 0), *((depth, -1) for depth in range(deepest + 1))]
         for rows, (depth, part) in product(sizes, kinds):
-            if self._reads_used(rows, Tree.chain(depth)):
+            if self._by_length(rows, Tree.chain(depth)):
                 try:
                     for _ in range(self.engine.recorder.warm + 1):
                         self.round([part] * rows, 1, Tree.chain(depth))
                 except OutOfMemory:
                     return
 
-    def _reads_used(self, rows: int, tree: Tree) -> bool:
-        """Whether such a pass reads only the slots that a row uses, however many it covers."""
+    def _by_length(self, rows: int, tree: Tree) -> bool:
+        """Whether such passes read the slots that a row uses, however many they cover."""
         tokens = rows * (1 + tree.depth)
-        return all(tokens <= lm.net.sparing for lm in self.engine.models)
+        return all(tokens <= lm.net.by_length_up_to for lm in self.engine.models)
 
     def _covered(self, rows: int) -> int:
         """Rows that a round covers for so many in use: more where rounds are captured, so that
@@ -177,12 +177,12 @@ class EngineRows:
         return min(bucket(rows), self.count) if self.engine.recorder.warm else rows
 
     def _rows(self, budget: Sequence[int], longest: int, depth: int) -> Sequences:
-        """The first rows with their budgets; without, where none drafts and all are decoded.
-        Compiled passes leave out rows that are not decoded; CUDA graphs of plain rounds compute
-        them, which does no harm where nothing of it is kept."""
+        """The first rows, with their budgets unless none drafts and all are decoded. Compiled
+        passes leave out rows that are not decoded. CUDA graphs of plain rounds compute them, which
+        is harmless if what they write overwrites nothing (`LM.keeps_last_slots_only`)."""
         rows = self._covered(len(budget))
         all_written = rows == len(budget) and min(budget) >= 0
-        harmless = not any(lm.bounded for lm in self.engine.models)
+        harmless = not any(lm.keeps_last_slots_only for lm in self.engine.models)
         if not depth and (all_written or (self.engine.recorder.ahead and harmless)):
             return self._window(0, rows, longest)
         none = [-1] * (rows - len(budget))

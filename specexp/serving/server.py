@@ -159,7 +159,7 @@ class Server:
         plan = self._catch_up(possible, longest) if possible.tree.depth else possible
         steps = self._timed(self.rows.round, plan.budget, longest, plan.tree)
         for step in steps:
-            self._settle(step, plan)
+            self._record_step(step, plan)
         # a chunk that was read for later rounds is no part of a round like this
         seconds = self.now - begin if self.rows.steady and plan is possible else None
         self.policy.learn(load, plan, steps, seconds)
@@ -201,7 +201,8 @@ class Server:
                 row.draft_read = row.length - 1
         return plan
 
-    def _settle(self, step: Step, plan: Plan) -> None:
+    def _record_step(self, step: Step, plan: Plan) -> None:
+        """Note what a round did in a row, and free the row if its request has ended or failed."""
         if step.broken:
             self._vacate(step.row, "failed", step.broken)
             return

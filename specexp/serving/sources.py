@@ -14,11 +14,12 @@ from specexp.serving.server import Server
 @dataclass(frozen=True)
 class Source:
     """Requests and when they arrive: an open load, each at its own time (`at_s`); or a closed loop
-    of `concurrency` streams, the next as soon as one is done. `again`: they repeat for ever."""
+    of `concurrency` streams, the next as soon as one is done. `repeat`: start over after the
+    last one, for ever."""
 
     requests: Sequence[Request]
     concurrency: int | None = None
-    again: bool = False
+    repeat: bool = False
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.concurrency < 1:
@@ -59,7 +60,7 @@ class Run:
         ):
             request = self.coming.popleft()
             due.append((request.at_s if streams is None else now, request))
-            if self.source.again:
+            if self.source.repeat:
                 self.coming.append(request)
         return due
 

@@ -151,7 +151,7 @@ def test_product_of_a_row_does_not_depend_on_rows_beside_it(dtype):
         assert torch.equal(lms.product(x[rows], weight, bias), whole[rows])
 
 
-def sparing(name: str, dtype: torch.dtype = torch.float32) -> bool:
+def reads_by_length(name: str, dtype: torch.dtype = torch.float32) -> bool:
     """Of five texts the first 0, 2, 4, 6 and 8 of eight tokens are fed, -1 in place of the others:
     those have the logits, states, keys and values that they have among all, and the others 0."""
     lm, kept = compiled(name, dtype), torch.arange(8) < 2 * torch.arange(5)[:, None]
@@ -174,7 +174,7 @@ def sparing(name: str, dtype: torch.dtype = torch.float32) -> bool:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ["llama", "one key", "biased", "qwen3"])
 def test_padding_has_no_part_in_a_pass(name, dtype):
-    assert sparing(name, dtype)
+    assert reads_by_length(name, dtype)
 
 
 def test_pass_of_padding_alone_is_zero():
@@ -204,7 +204,7 @@ def test_logits_do_not_depend_on_threads():
 def test_large_passes_are_left_to_torch(monkeypatch):
     lm = compiled()
     seen = passed(lm, ())[1].logits
-    monkeypatch.setattr(Native, "sparing", 3)
+    monkeypatch.setattr(Native, "by_length_up_to", 3)
     monkeypatch.setattr(lm.net, "run", None)
     assert apart(passed(lm, ())[1].logits, seen) < 1e-5
 

@@ -20,7 +20,7 @@ from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
 # networks and recorders, which are compared whole: test_fused.py, test_cpu_replays.py, ...
-WHOLE = {lm.network, heads.network, load.settle, recorder_for, fused.spared}
+WHOLE = {lm.network, heads.network, load.place_weights, recorder_for, fused.by_length_up_to}
 WITH_GPU = torch.cuda.is_available()
 SEEDS = {"cpu": 400, "cuda": 30, "interpreted": 30}  # of a GPU most are compiled anew
 SLOWEST = {Noise.race, Noise.categorical}  # of those that are interpreted

@@ -26,10 +26,10 @@ def storages(module: nn.Module) -> set[int]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @torch.inference_mode()
-def test_settled_weights_and_logits_are_unchanged(tied):
+def test_placed_weights_and_logits_are_unchanged(tied):
     moved = model(tie_word_embeddings=tied)
     still, tokens = copy.deepcopy(moved), torch.arange(20)[None] * 7 % 4096
-    huge_pages.settle(moved)
+    huge_pages.place_weights(moved)
     assert len(storages(moved)) == 1 < len(storages(still))
     for a, b in zip(moved.parameters(), still.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -37,9 +37,9 @@ def test_settled_weights_and_logits_are_unchanged(tied):
     assert torch.equal(moved(input_ids=tokens).logits, still(input_ids=tokens).logits)
 
 
-def test_settled_matrices_are_joined_without_a_copy():
+def test_placed_matrices_are_joined_without_a_copy():
     module = model()
-    huge_pages.settle(module)
+    huge_pages.place_weights(module)
     before = storages(module)
     attn = module.model.layers[0].self_attn
     whole, bias = fused.joined([attn.q_proj, attn.k_proj, attn.v_proj])
@@ -51,7 +51,7 @@ def test_settled_matrices_are_joined_without_a_copy():
 def test_module_smaller_than_a_page_is_not_moved():
     module = model(vocab_size=64)
     before = storages(module)
-    huge_pages.settle(module)
+    huge_pages.place_weights(module)
     assert storages(module) == before
 
 
@@ -59,5 +59,5 @@ def test_system_without_huge_pages_moves_nothing(monkeypatch):
     module = model()
     before = storages(module)
     monkeypatch.delattr(huge_pages.mmap, "MADV_HUGEPAGE")
-    huge_pages.settle(module)
+    huge_pages.place_weights(module)
     assert storages(module) == before

@@ -392,7 +392,7 @@ class Warmer:
     """A network whose logits are off by a thousandth."""
 
     def __init__(self, whole):
-        self.whole, self.sparing, self.parts = whole, 0, whole.parts
+        self.whole, self.by_length_up_to, self.parts = whole, 0, whole.parts
 
     def __call__(self, *args, **inputs):
         logits, hidden = self.whole(*args, **inputs)

@@ -218,7 +218,7 @@ def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
     """Every suite on a tape: nothing is timed well, and everything has to fit together."""
     chosen = ops.OPS[recorder_for].chosen
     monkeypatch.setitem(chosen, torch.device("cpu"), lambda target: Recordings(Tape()))
-    monkeypatch.setattr(passes.Native, "sparing", 0)  # a tape knows only torch's operations
+    monkeypatch.setattr(passes.Native, "by_length_up_to", 0)  # a tape knows only torch's operations
     taped_rig = pairing.apart()
     for name in suites.NAMES:
         settings = (PROMPTS, [1, 2], 12, 1)

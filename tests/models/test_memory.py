@@ -74,7 +74,7 @@ def test_peak_excludes_memory_held_before():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NETS)
 def test_pass_bytes_match_the_measured_peak(name, dtype, monkeypatch):
-    monkeypatch.setattr(Native, "sparing", 0)  # compiled passes take less
+    monkeypatch.setattr(Native, "by_length_up_to", 0)  # compiled passes take less
     net = of_module(tiny_llama(0, 3, **NETS[name]).to(dtype))
     for batch, prompt in ((1, 100), (6, 30)):
         seqs = Sequences.of([[3] * prompt] * batch, 4, slack=2)
@@ -109,7 +109,7 @@ def test_predicted_run_memory_matches_the_peak(tiny_folders, monkeypatch, drafte
     asked = pairing, ["def mean(values):" * 3, "zz"], [1, 4], 8
     for row in peak_memory.peaks(*asked)["rows"]:
         assert 0.8 < row["ratio"] < 1.05
-    monkeypatch.setattr(Native, "sparing", 0)
+    monkeypatch.setattr(Native, "by_length_up_to", 0)
     monkeypatch.setenv("SPECEXP_GRAPHS", "off")  # a replay keeps what is used in between
     found = peak_memory.peaks(*asked)
     for row in found["rows"]:

@@ -225,7 +225,7 @@ def of_what_was_rejected(self, place, slots, tokens):
     return FOLD(self, place, slots + 1, tokens)
 
 
-AIM, FOLD = States.aim, Window.fold
+AIM, FOLD = States.aim, Window.to_fold
 FAULTS = {
     "of another node": (States, "aim", of_another_node, served_right),
     "of padding": (States, "aim", of_padding, sits_out),
@@ -235,7 +235,7 @@ FAULTS = {
 CASES = [
     *((family, *fault) for fault in FAULTS.values() for family in ("qwen3_5", "mamba")),
     ("mamba", States, "aim", not_rolled_back, served_right),
-    ("qwen3_5", Window, "fold", of_what_was_rejected, served_right),
+    ("qwen3_5", Window, "to_fold", of_what_was_rejected, served_right),
 ]
 
 

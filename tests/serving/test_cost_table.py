@@ -120,7 +120,7 @@ def test_free_drafts_reach_the_closed_form():
 def test_sparing_scales_verify_where_passes_pack(passes, made):
     table = planted()
     table = replace(table, about=table.about | {"passes": passes})
-    spared = table.sparing(0.25)
+    spared = table.at_drafted_share(0.25)
     for gamma in GAMMAS:
         wanted = table.verify_s(4, 1 + made * gamma, 64)
         assert spared.verify_s(4, 1 + gamma, 64) == pytest.approx(wanted)

@@ -191,7 +191,7 @@ def random_weights(params: str, device: torch.device, made: list[LM]) -> dict[st
     if (need := weight_bytes(config, torch.bfloat16)) > free:
         raise UserError(
             f"the weights take {memory.gib(need)} GiB and {memory.gib(free)} GiB are free: "
-            f"{memory.smaller(need, 'bfloat16', free)}"
+            f"{memory.advice(need, 'bfloat16', free)}"
         )
     made.append(of_module(random_module(config, device), f"random-{params}"))
     return {"parameters": made[0].parameters}

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from specexp.api import Pairing
 from specexp.engine import Engine
 from specexp.models import memory
-from specexp.models.int8 import held
+from specexp.models.int8 import plain_tensors
 from specexp.models.lm import LM
 
 
@@ -67,7 +67,7 @@ def weights(modules: Sequence[Any]) -> int:
     sizes = {}
     for module in modules:
         if isinstance(module, nn.Module):
-            for x in held([*module.parameters(), *module.buffers()]):
+            for x in plain_tensors([*module.parameters(), *module.buffers()]):
                 sizes[_address(x)] = x.untyped_storage().nbytes()
     return sum(sizes.values())
 

@@ -48,10 +48,10 @@ class Pass(Structure):
 
 
 class Native:
-    """Compiled passes of `fused`, which must be on a CPU. Passes of more than `sparing` tokens are
-    left to `fused`, because torch's libraries are faster for many rows."""
+    """Compiled passes of `fused`, which must be on a CPU. Passes of more tokens than
+    `by_length_up_to` are left to `fused`, because torch's libraries are faster for many rows."""
 
-    sparing = 512  # tokens
+    by_length_up_to = 512  # tokens
     parts = ()
 
     def __init__(self, fused: Any, code: CDLL) -> None:
@@ -78,7 +78,7 @@ class Native:
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `Fused`; logits are float32."""
         B, n = tokens.shape
-        if B * n > self.sparing:
+        if B * n > self.by_length_up_to:
             return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
         last, net = n if last is None else last, self.net
         keys, values = self.buffers.get(cache) or self._buffers(cache)

@@ -192,5 +192,5 @@ def shape(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[
     return {"D": d, "WIDE": wide, "QUERIES": size, "KEYS": keys, "SPLITS": splits} | more
 
 
-def spared(head: Tensor) -> int:
+def by_length_up_to(head: Tensor) -> int:
     return 1 << 30 if head.dtype in KINDS else NotImplemented

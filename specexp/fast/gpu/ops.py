@@ -81,7 +81,7 @@ except Exception as e:  # there is no Triton, or one that lacks what they use
 else:
     kernels = {
         fused.attention: attention.attention,
-        fused.spared: attention.spared,
+        fused.by_length_up_to: attention.by_length_up_to,
         fused.turned: layers.turned,
         fused.added: layers.added,
         fused.gated: layers.gated,

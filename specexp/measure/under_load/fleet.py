@@ -229,7 +229,7 @@ def setting(
     the same on every machine. Raises UserError."""
     if "plain" not in names:
         raise UserError("the other policies are compared with plain decoding: name plain, too")
-    costs = costs.sparing(summaries.drafted_share(accepted))
+    costs = costs.at_drafted_share(summaries.drafted_share(accepted))
     drawn = day.lengths.draw(20_000, np.random.default_rng(day.seed))
     prompt, output = (float(tokens.mean()) for tokens in drawn)
     conditional, context = summaries.pooled(accepted).conditional, prompt + output

@@ -86,7 +86,7 @@ def race(
     engine_rows = _engine_rows(pairing, chosen, concurrency, offered)
     _alike(engine_rows)
     servers = {n: Server(engine_rows[n], chosen[n], queue=len(offered)) for n in names}
-    runs = {n: Run(servers[n], Source(offered, concurrency, again=True)) for n in names}
+    runs = {n: Run(servers[n], Source(offered, concurrency, repeat=True)) for n in names}
     turn_start = dict.fromkeys(runs, 0)
 
     def go(name: str, enough: float) -> None:
