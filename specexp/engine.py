@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -122,18 +122,17 @@ class Engine:
         return seen.logits if enough else self.sampling.law(seen.logits)
 
     def stage(self, name: str, run: Callable[..., T], *args: Any) -> T:
-        """Run one stage of a round, between a clock's ticks if there is a clock."""
-        if self.whole:
+        """Run one stage of a round, timed by the clock if there is one."""
+        if self.recorded_whole:
             return run(*args)
         if self.clock is None:
-            return self.recorder.part(self, name, run, *args)
-        timed: T = self.clock(name, lambda: self.recorder.part(self, name, run, *args))
-        return timed
+            return self.recorder.run_stage(self, name, run, *args)
+        return cast(T, self.clock(name, lambda: self.recorder.run_stage(self, name, run, *args)))
 
     @property
-    def whole(self) -> bool:
-        """Whether a round may be recorded as one thing: its drafter needs no host, and nobody
-        clocks its stages."""
+    def recorded_whole(self) -> bool:
+        """Whether a round may be recorded in one piece: its drafter needs no host, and nobody times
+        its stages."""
         return self.clock is None and not self.drafter.on_host
 
     # rounds of a batch
@@ -255,7 +254,7 @@ class Engine:
     @property
     def ahead(self) -> int:
         """How many further rounds may be running while the host reads a round's report."""
-        return self.recorder.ahead if self.whole else 0
+        return self.recorder.ahead if self.recorded_whole else 0
 
     def _reported(self, report: list[list[int]], tree: Tree, end_s: float) -> Round:
         """The record of a round by its report. Raises NonFiniteLogits if a row is broken."""

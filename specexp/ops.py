@@ -17,12 +17,12 @@ import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
-HOMES = {"cpu": "specexp.fast.cpu.ops", "cuda": "specexp.fast.gpu.ops"}  # of kernels, by device
+KERNELS = {"cpu": "specexp.fast.cpu.ops", "cuda": "specexp.fast.gpu.ops"}  # modules, by device
 
 
 class Op(NamedTuple):
     reference: Callable[..., Any]
-    kernels: dict[str, tuple[Callable[..., Any], Callable[[], object]]]  # by device: it, `ready`
+    kernels: dict[str, tuple[Callable[..., Any], Callable[[], object]]]  # by device, with `ready`
     chosen: dict[torch.device, Callable[..., Any]]  # what runs on the devices met so far
 
 
@@ -72,9 +72,9 @@ def forget() -> None:
         operation.chosen.clear()
 
 
-def home(device: torch.device) -> Any:
+def kernels_of(device: torch.device) -> Any:
     """The module of kernels for a device, whose `state()` says in words what can run; or None."""
-    name = HOMES.get(device.type) if fast() else None
+    name = KERNELS.get(device.type) if fast() else None
     try:
         return name and importlib.import_module(name)
     except ModuleNotFoundError as e:
@@ -84,7 +84,7 @@ def home(device: torch.device) -> Any:
 
 def state(device: torch.device) -> str:
     """In words, which kernels run on a device: `compiled by c++, AVX512`, `off by SPECEXP_FAST`."""
-    if kernels := home(device):
+    if kernels := kernels_of(device):
         return str(kernels.state())
     return "no kernels: torch's operations" if fast() else "off by SPECEXP_FAST"
 
@@ -96,6 +96,6 @@ def in_torch(device: torch.device) -> list[str]:
 
 
 def _choose(operation: Op, device: torch.device) -> Callable[..., Any]:
-    home(device)  # registers its kernels
+    kernels_of(device)  # registers its kernels
     run, ready = operation.kernels.get(device.type, (operation.reference, fast))
     return operation.chosen.setdefault(device, run if fast() and ready() else operation.reference)

@@ -31,8 +31,8 @@ class Recorder:
     """Runs every round operation by operation; recorders in fast/ subclass it.
 
     warm: rounds of a shape that run before one is recorded. ahead: further rounds that may be
-    running while the host reads a report. steady: whether the last round's time is that of further
-    rounds like it; False after a warm-up or a recording.
+    running while the host reads a report. steady: the last round took as long as further rounds
+    like it will; False if it was a warm-up or was recorded.
     """
 
     warm = 0
@@ -47,7 +47,7 @@ class Recorder:
         report = engine.round(seqs, tree).tolist()
         return lambda: [(report, time.perf_counter())]
 
-    def part(self, engine: Engine, stage: str, run: Callable[..., T], *args: Any) -> T:
+    def run_stage(self, engine: Engine, stage: str, run: Callable[..., T], *args: Any) -> T:
         """`run(*args)`, a stage of `engine.round`, recorded by itself where that is possible. The
         result is valid until the next call for the same stage."""
         return run(*args)

@@ -39,7 +39,7 @@ def examine() -> bool:
         "free memory": f"{free_memory(device) / 2**30:.1f} GiB",
         "threads": f"{torch.get_num_threads()} on {usable}, load average {load:.1f}",
         "kernels": ops.state(device),
-        "in torch": in_torch if ops.home(device) else "everything",
+        "in torch": in_torch if ops.kernels_of(device) else "everything",
         "store": f"{root}, {shutil.disk_usage(there).free / 2**30:.1f} GiB free",
         "zoo": zoo or "none: your own models work without",
     }.items():

@@ -62,7 +62,7 @@ class Recordings(Recorder):
     def start(
         self, engine: Engine, seqs: Sequences, tree: Tree, hold: int
     ) -> Callable[[], Reports]:
-        if not engine.whole:
+        if not engine.recorded_whole:
             return super().start(engine, seqs, tree, hold)
         key = _key(engine, seqs, tree)
         report = self.run("round", key, lambda: engine.round(seqs, tree), held=_memory(seqs))
@@ -75,9 +75,9 @@ class Recordings(Recorder):
         return reports
 
     @torch.inference_mode()
-    def part(self, engine: Engine, stage: str, run: Callable[..., T], *args: Any) -> T:
-        """See `Recorder.part`: the draft, unless its drafter needs the host, and the target's pass
-        are recorded."""
+    def run_stage(self, engine: Engine, stage: str, run: Callable[..., T], *args: Any) -> T:
+        """See `Recorder.run_stage`. Recorded are the draft, unless its drafter needs the host, and
+        the target's pass."""
         if stage == "draft" and not engine.drafter.on_host:
             seqs, tree = args
             key = _key(engine, seqs, tree)

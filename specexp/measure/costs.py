@@ -210,7 +210,7 @@ def _round(engine: Engine, seqs: Sequences, tree: Tree) -> tuple[float, float]:
     def whole(seqs: Sequences, tree: Tree) -> None:
         engine.start(seqs, tree)()
 
-    draft = partial(engine.recorder.part, engine, "draft", engine.draft)
+    draft = partial(engine.recorder.run_stage, engine, "draft", engine.draft)
     if tree.depth:
         took(whole)
     whole_s = took(whole)

@@ -382,9 +382,9 @@ def _rounds(
             begin = end
     while len(apart) < VISIT_ROUNDS:
         now = [clock(engine.target.device)]
-        draft = engine.recorder.part(engine, "draft", engine.draft, seqs, tree)
+        draft = engine.recorder.run_stage(engine, "draft", engine.draft, seqs, tree)
         now.append(clock(engine.target.device))
-        engine.recorder.part(engine, "verify", engine.verify, seqs, draft)
+        engine.recorder.run_stage(engine, "verify", engine.verify, seqs, draft)
         now.append(clock(engine.target.device))
         apart.append((drafted(*engine.run(seqs, tree)), *np.diff(now)))
     return whole[lead:], apart

@@ -161,8 +161,8 @@ class Costs:
         return bool(self.about.get("reads"))
 
     def plan_s(self, budget: Sequence[int], context: float) -> float:
-        """A round in which each row has a draft length of its own (-1: it is not decoded). Drafting
-        is priced as if all rows that draft were as deep as the deepest."""
+        """Seconds of a round in which each row drafts its own number of tokens (-1: the row is not
+        decoded). The drafter's time is that of its deepest row."""
         deepest = max(budget)
         if not self.packs:
             return self.round_s(len(budget), deepest, context)

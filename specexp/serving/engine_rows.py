@@ -113,7 +113,7 @@ class EngineRows:
             lm.forget(row)
 
     @passes()
-    def read(self, row: int, start: int, stop: int) -> None:
+    def prefill(self, row: int, start: int, stop: int) -> None:
         """The target's prefill of the tokens start..stop-1 of a row."""
         seqs = self._window(row, 1, stop)
         hidden = self.engine.target.prefill(seqs, start, stop, self.engine.drafter.taps)
@@ -121,8 +121,8 @@ class EngineRows:
             self._hidden[row].append(hidden)
 
     @passes()
-    def begin(self, row: int, limit: int) -> None:
-        """End the prefill of a row: from now on it is decoded, up to `limit` tokens."""
+    def end_prefill(self, row: int, limit: int) -> None:
+        """From now on a row is decoded, up to `limit` tokens in all."""
         self.seqs.limit[row] = limit
         hidden = torch.cat(self._hidden[row], 1) if self._hidden[row] else None
         self.engine.drafter.prefill(self._window(row, 1, limit), hidden)
@@ -154,7 +154,7 @@ class EngineRows:
         """Capture the rounds of every size with drafts up to that depth before the first request
         waits for them, as long as memory lasts; only those that serve sequences of any length. The
         smallest come last, since the latest captures are kept longest. No row changes."""
-        if not self.engine.recorder.warm or not self.engine.whole:
+        if not self.engine.recorder.warm or not self.engine.recorded_whole:
             return
         sizes = sorted({self._covered(n) for n in range(1, self.count + 1)}, reverse=True)
         kinds = [(0, 0), *((depth, -1) for depth in range(deepest + 1))]

@@ -35,9 +35,9 @@ class Request:
 
 @dataclass
 class Response:
-    """A request and its outcome. `reason`: why it was refused or failed; begun_s: when it first got
-    a row; deliveries: (seconds, tokens so far), one a round; passes: rounds that it took part in.
-    Seconds count from the server's start."""
+    """A request and its outcome. `reason`: why it was refused or failed. Seconds from the server's
+    start: came_s, its arrival; begun_s, when it first got a row; ended_s. deliveries: (seconds,
+    tokens so far), one a round; passes: rounds that it took part in."""
 
     request: Request
     came_s: float

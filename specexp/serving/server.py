@@ -23,7 +23,7 @@ from specexp.trace import Step
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Rows: TypeAlias = EngineRows | SimulatedRows
+AnyRows: TypeAlias = EngineRows | SimulatedRows
 
 NEAR = 16  # tokens: rows whose drafter lacks at most so many catch up together, in one pass
 
@@ -36,7 +36,7 @@ class Server:
     they are refused.
     """
 
-    def __init__(self, rows: Rows, policy: Policy, chunk: int = 512, queue: int = 1024) -> None:
+    def __init__(self, rows: AnyRows, policy: Policy, chunk: int = 512, queue: int = 1024) -> None:
         if policy.widest > rows.slack:
             raise UserError(
                 f"the rows leave {rows.slack} slots for a draft and the policy wants "
@@ -98,7 +98,7 @@ class Server:
         begin, self._busy = self.now, 0.0
         waiting = len(self.waiting)
         try:
-            read = self._read()
+            read = self._prefill()
             covered, steps = self._round()
         except OutOfMemory as e:
             self._shrink(str(e))
@@ -127,18 +127,18 @@ class Server:
                 self.occupied[at] = Row(response, len(text), limit, self.rows.reads)
                 self.rows.enter(at, text, request.stream)
 
-    def _read(self) -> int:
+    def _prefill(self) -> int:
         """Prefill one chunk of the prompts, in the order of arrival; returns its tokens."""
         left = self.chunk
         reading = [(at, row) for at, row in enumerate(self.occupied) if row and not row.writing]
         for at, row in sorted(reading, key=lambda pair: pair[1].response.came_s):
             stop = min(row.length - 1, row.read + left)
             if stop > row.read:
-                self._timed(self.rows.read, at, row.read, stop)
+                self._timed(self.rows.prefill, at, row.read, stop)
                 left -= stop - row.read
                 row.read = stop
             if row.read == row.length - 1:
-                self._timed(self.rows.begin, at, row.limit)
+                self._timed(self.rows.end_prefill, at, row.limit)
                 row.response.state = "writing"
             if not left:
                 break

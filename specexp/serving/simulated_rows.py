@@ -67,10 +67,10 @@ class SimulatedRows:
         chances = self.conditional(stream), self.filled(stream)
         self.texts[row] = _Sequence(len(text), len(text), *chances)
 
-    def read(self, row: int, start: int, stop: int) -> None:
+    def prefill(self, row: int, start: int, stop: int) -> None:
         self.time += self.costs.prefill_s(stop - start)
 
-    def begin(self, row: int, limit: int) -> None:
+    def end_prefill(self, row: int, limit: int) -> None:
         self.texts[row].limit = limit
 
     def catch_up_row(self, row: int, start: int, stop: int) -> None:

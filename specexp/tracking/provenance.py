@@ -107,7 +107,7 @@ def uncompiled(device: str) -> list[Path]:
 
     from specexp import ops
 
-    home = ops.home(torch.device("cpu")) if device_class(device) == "cpu" else None
+    home = ops.kernels_of(torch.device("cpu")) if device_class(device) == "cpu" else None
     return list(home.build.uncompiled()) if home else []
 
 

@@ -29,7 +29,7 @@ def test_doctor_says_that_without_kernels_everything_runs_in_torch(monkeypatch, 
 def test_doctor_names_float64_alone_where_all_else_has_kernels(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "speeds", lambda device: "")
     home = SimpleNamespace(state=lambda: "compiled")
-    monkeypatch.setattr(doctor.ops, "home", lambda device: home)
+    monkeypatch.setattr(doctor.ops, "kernels_of", lambda device: home)
     monkeypatch.setattr(doctor.ops, "in_torch", lambda device: [])
     doctor.examine()
     assert re.search(r"in torch +float64 *\n", capsys.readouterr().out)

@@ -13,7 +13,7 @@ def home(monkeypatch, tmp_path):
     """A file in which kernels for a CPU would be looked for; not there yet."""
     monkeypatch.syspath_prepend(str(tmp_path))
     name = f"kernels_{abs(hash(tmp_path))}"
-    monkeypatch.setitem(ops.HOMES, "cpu", name)
+    monkeypatch.setitem(ops.KERNELS, "cpu", name)
     yield tmp_path / f"{name}.py"
     sys.modules.pop(name, None)
 

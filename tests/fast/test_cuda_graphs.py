@@ -286,9 +286,9 @@ def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int
     drafts = []
     for i in range(rounds):
         tree = trees[i % len(trees)]
-        draft = made.recorder.part(made, "draft", made.draft, seqs, tree)
+        draft = made.recorder.run_stage(made, "draft", made.draft, seqs, tree)
         drafts.append(draft.tokens.tolist())
-        seen = made.recorder.part(made, "verify", made.verify, seqs, draft)
+        seen = made.recorder.run_stage(made, "verify", made.verify, seqs, draft)
         made.commit(seqs, draft, made.accept(draft, seen), seen)
     return drafts
 

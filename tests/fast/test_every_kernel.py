@@ -31,7 +31,7 @@ def registered() -> list[object]:
     by Triton's interpreter, on a CPU."""
     cases = []
     for kernel in ("cpu", "cuda"):
-        ops.home(torch.device(kernel))
+        ops.kernels_of(torch.device(kernel))
         how = kernel if kernel == "cpu" or WITH_GPU else "interpreted"
         for call, op in ops.OPS.items():
             if call in WHOLE or kernel not in op.kernels:

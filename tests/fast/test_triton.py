@@ -82,7 +82,7 @@ def test_kernel_spills_or_outgrows_a_card(name, tmp_path):
 @pytest.mark.triton
 def test_gpu_that_runs_no_kernel_fails_rounds(monkeypatch, caplog):
     """Here there is none at all."""
-    home = ops.home(torch.device("cuda"))
+    home = ops.kernels_of(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", fails)
     home._tried.cache_clear()
@@ -99,7 +99,10 @@ def test_gpu_that_runs_no_kernel_fails_rounds(monkeypatch, caplog):
 
 @pytest.mark.triton
 def test_triton_that_lacks_what_kernels_use_fails_rounds(monkeypatch, caplog):
-    home, package = ops.home(torch.device("cuda")), importlib.import_module("specexp.fast.gpu")
+    home, package = (
+        ops.kernels_of(torch.device("cuda")),
+        importlib.import_module("specexp.fast.gpu"),
+    )
     monkeypatch.delattr(package, "laws")
     monkeypatch.setitem(sys.modules, "specexp.fast.gpu.laws", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -178,8 +178,8 @@ def test_depth_follows_budget(compiled, monkeypatch):
     texts = [1, 2, 3, 4, 1, 2, 3], [5, 1, 6, 1], [1, 2, 3], [1, 2, 3, 1, 2, 3]
     for row, text in enumerate(texts):
         rows.enter(row, text, row)
-        rows.read(row, 0, len(text) - 1)
-        rows.begin(row, 60)
+        rows.prefill(row, 0, len(text) - 1)
+        rows.end_prefill(row, 60)
     steps = rows.round([3, 3, 3, 1], 20, Tree.chain(3))
     assert [step.drafted for step in steps] == [3, 3, 0, 1]
 

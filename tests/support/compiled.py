@@ -150,7 +150,7 @@ def table(name: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    ops.home(torch.device("cuda"))
+    ops.kernels_of(torch.device("cuda"))
     [what] = sys.argv[1:]
     if what == "layer":
         said = [layer(*shape, *PASSES["verify"]) for shape in SHAPES]

@@ -23,7 +23,7 @@ def references(off: bool = True) -> Iterator[None]:
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Meanwhile a GPU's kernels run on a CPU, in Triton's interpreter."""
-    home = ops.home(torch.device("cuda"))
+    home = ops.kernels_of(torch.device("cuda"))
     ops.forget()
     for op in ops.OPS.values():
         run, ready = op.kernels.get("cuda", (None, None))
