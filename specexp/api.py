@@ -1,9 +1,7 @@
-"""The door: names or objects in, a pairing out; for notebooks, grid points and the command line.
+"""`load`, from names or objects to a pairing; for notebooks, grid points and the command line.
 
-A model is named by its zoo name, a folder or a hub id; NAME+int8 is that model with 8-bit weights
-(models/int8.py). A drafter is `METHOD`, `METHOD:ARGUMENT` (methods: drafters/), `module:Class` or
-just the name of a draft model. Wherever a name is taken, an object is taken too. `prepare` finds
-what is wrong with a pairing without loading a weight; `load` raises it.
+What names stand for is in names.py. Wherever a name is taken, an object is taken too. What is wrong
+with a pairing is found before a weight is loaded (`_prepared`).
 """
 
 from __future__ import annotations
@@ -144,7 +142,7 @@ class Pairing:
             interval), `n` (prompts), `exact` (no difference beyond rounding, and draws that follow
             q and p), `acceptance`.
         """
-        # the one import of a room above this one: the door is where a reader looks for it
+        # imported from a room above this one, since a pairing is where a reader looks for it
         from specexp.measure import comparison
 
         options = {"prompts": prompts, "max_new_tokens": max_new_tokens, "repeats": repeats}
@@ -243,7 +241,7 @@ def load(
     """
     memory.check_device(device := str(device))
     if isinstance(target, str):
-        tokenizer = tokenizer or names.read_target(target)[2]
+        tokenizer = tokenizer or names.read_target(target).tokenizer
         dtype = dtype or "float32"
     else:
         tokenizer, dtype, device = names.in_memory(target, tokenizer, dtype, device)
@@ -327,7 +325,7 @@ def usual_gamma(options: dict[str, Any], info: TargetInfo | None = None) -> int:
         request = names.request_of(options | {"gamma": 1, "tree": "chain"}, info)
         return min(5, drafters.prepare(request).deepest)
     except (UserError, OSError):
-        return 5  # `prepare` reports what is wrong
+        return 5  # `_prepared` reports what is wrong
 
 
 def _prepared(

@@ -9,7 +9,7 @@ so a round costs what it costs.
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,7 @@ def policy(thing: Any) -> Policy:
             f"{about} has no whole number `widest`: give the room of the largest tree that it may "
             "choose, such as Tree.chain(5).room"
         )
-    checked: Policy = thing
-    return checked
+    return cast(Policy, thing)
 
 
 def drafter(thing: Drafter, target: LM) -> Drafter:
@@ -93,9 +92,9 @@ def try_out(engine: Engine) -> None:
         trial.generate(rows, new)
 
 
-def copied(thing: Any, target: LM, apart: LM) -> Any:
-    """A deep copy that shares the weights of models, in which `apart` stands for the target."""
-    memo: dict[int, Any] = {id(target): apart}
+def copied(thing: Any, target: LM, stand_in: LM) -> Any:
+    """A deep copy that shares the weights of models and has `stand_in` in place of the target."""
+    memo: dict[int, Any] = {id(target): stand_in}
     for part in vars(thing).values() if hasattr(thing, "__dict__") else ():
         if isinstance(part, nn.Module):
             memo[id(part)] = part
@@ -105,9 +104,10 @@ def copied(thing: Any, target: LM, apart: LM) -> Any:
 
 
 def _spare(thing: Any, target: LM) -> Any:
+    """A copy for a trial; the object itself if it cannot be copied."""
     try:
         return copied(thing, target, target)
-    except Exception:  # it holds a file, a lock or a graph of gradients: try it out itself
+    except Exception:  # it holds a file, a lock or a graph of gradients
         return thing
 
 
@@ -209,8 +209,7 @@ def _faults_of_verdict(V: int, verdict: Any, draft: Draft, p: Tensor, rng: Rng) 
 
 def _outside(x: Tensor, least: int, end: int) -> list[int]:
     """The values of x that are below `least`, or `end` or more."""
-    values: list[int] = x[(x < least) | (x >= end)].tolist()
-    return values
+    return cast(list[int], x[(x < least) | (x >= end)].tolist())
 
 
 def _faults_of_plan(widest: int, plan: Any, load: Load) -> Iterator[str]:

@@ -57,10 +57,8 @@ def refusing(what: str) -> Iterator[None]:
     try:
         with _one_report():
             yield
-    except UserError:
-        raise
     except BaseException as e:
-        if not (isinstance(e, Exception) or panicked(e)):
+        if isinstance(e, UserError) or not (isinstance(e, Exception) or panicked(e)):
             raise
         raise UserError(f"{what}: {first_line(e)}") from e
 
@@ -126,8 +124,8 @@ def counted(n: float, noun: str, ending: str = "s") -> str:
 
 
 def brief(value: Any, among: Collection[Any] = ()) -> str:
-    """A parameter in a name: of a path or a hub id as few of its last parts as tell it from the
-    values `among` which it is, after its method: `eagle:heads`."""
+    """A parameter's value as part of a name. A path or hub id is cut to its last parts, as few as
+    tell it from the other values in `among`; a method before it stays: `eagle:heads`."""
     long = "/" in str(value) or len(str(value)) > LONGEST
     others = [other for other in among if other != value] if long else []
     for parts in range(1, DEEPEST + 1):

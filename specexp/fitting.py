@@ -1,4 +1,4 @@
-"""What can be asked for together: a draft's shape, a drafter's limits, a rule, a vocabulary.
+"""Whether options fit each other: a draft's shape, a drafter's limits, a rule, a vocabulary.
 
 Only names and numbers are compared, so that a plan is checked without importing torch.
 """

@@ -5,7 +5,7 @@ about models, caches or temperature. Match, Reject and Block are exact for any d
 lenient Reject are lossy: their names say so, and `emitted` says by how much.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -207,11 +207,11 @@ class Typical(Rule):
         return accepted + (1 - accepted.sum(-1, keepdim=True)).clamp(min=0) * p
 
 
-def with_bonus(draft: Draft, path: Tensor, n: Tensor, laws: Tensor, rng: Rng) -> Verdict:
-    """Accept n [B] draft tokens along path [B, D+1]; the bonus is drawn from the distribution, of
-    laws [B, N, V], of the last node accepted."""
+def with_bonus(draft: Draft, path: Tensor, n: Tensor, after: Tensor, rng: Rng) -> Verdict:
+    """Accept n [B] draft tokens along path [B, D+1]. `after` [B, N, V]: the distribution from which
+    the bonus token is drawn if a node is the last one accepted."""
     stop = path.gather(1, n[:, None])
-    law = torch.take_along_dim(laws, stop[..., None], 1)[:, 0]
+    law = torch.take_along_dim(after, stop[..., None], 1)[:, 0]
     bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
     return draft.judged(path, n, bonus)
 
@@ -251,8 +251,7 @@ def of(rule: Any) -> Rule:
     if not callable(rule) or type(rule).__call__ is Rule.__call__:
         raise UserError(f"{about} has no __call__(self, draft, p, rng): define it (specexp.Rule)")
     objects.check_takes(f"{about}: __call__", rule, "draft, p, rng")
-    checked: Rule = rule
-    return checked
+    return cast(Rule, rule)
 
 
 def _named(name: str) -> Rule:

@@ -133,12 +133,9 @@ class Sequences:
         device: torch.device | str = "cpu",
     ) -> Sequences:
         """Rows from ragged prompts, padded on the right, with `slack` slots past the longest
-        possible row: `Tree.room` of the largest draft. Raises UserError for empty prompts."""
+        possible row: `Tree.room` of the largest draft. Raises UserError without prompts."""
         if not len(prompts):
             raise UserError("no prompts given; pass at least one")
-        for row, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise UserError(f"prompt {row} is empty; give it at least one token")
         if max_new_tokens < 0:
             raise UserError(f"max_new_tokens is {max_new_tokens}; it must be 0 or more")
         rows = range(len(prompts)) if streams is None else streams

@@ -57,7 +57,7 @@ def alpha_of(p: ArrayLike, q: ArrayLike) -> float:
     """P(a token drawn from q is accepted): the mean over contexts of sum(min(p, q)).
 
     p, q: distributions [..., V] of target and drafter. Leviathan et al., Corollary 3.6."""
-    p, q = _laws("p", p), _laws("q", q)
+    p, q = _distributions("p", p), _distributions("q", q)
     if p.shape != q.shape:
         raise UserError(f"p has shape {p.shape} and q {q.shape}; both must be [..., V]")
     return min(1.0, float(np.minimum(p, q).sum(axis=-1).mean()))
@@ -156,9 +156,9 @@ def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:
         raise UserError(f"cost is in plain target steps, finite and not negative, not {cost}")
 
 
-def _laws(name: str, laws: ArrayLike) -> np.ndarray:
+def _distributions(name: str, values: ArrayLike) -> np.ndarray:
     """Distributions [..., V] in float64. Raises UserError if they are none."""
-    array = np.asarray(laws, dtype=np.float64)
+    array = np.asarray(values, dtype=np.float64)
     if array.ndim == 0 or array.size == 0:
         raise UserError(f"{name} must be probabilities [..., V], not of shape {array.shape}")
     # NaN fails both comparisons

@@ -253,7 +253,7 @@ class Branches:
     ancestors: Tensor
 
     def mask(self, S: int) -> Tensor:
-        """visible [B, n, S]."""
+        """Which of the first S slots each token sees, bool [B, n, S]."""
         import torch
 
         ancestors = self.ancestors.expand(len(self.root), -1, -1)

@@ -13,7 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-# what people call a method, or called one that is gone: the name to use
+# names that people try, and the method that each stands for
 OTHER_NAMES = dict.fromkeys(("null", "none", "off", "never", "baseline"), "plain")
 OTHER_NAMES["lookahead"] = "recycle"
 
@@ -150,16 +150,16 @@ class Request:
     folder: str = ""
     own: Any = None
 
-    def whole(self, default: int, at_least: int = 1) -> int:
-        """The argument as an integer. Raises UserError if it is none, or below `at_least`."""
+    def integer(self, default: int) -> int:
+        """The argument, or `default` if there is none. Raises UserError unless it is 1 or more."""
         try:
             value = int(self.argument or default)
         except ValueError:
-            value = at_least - 1
-        if value < at_least:
+            value = 0
+        if value < 1:
             raise UserError(
-                f"drafter {self.method}:{self.argument}: give a whole number of {at_least} or "
-                f"more, such as {self.method}:{default}"
+                f"drafter {self.method}:{self.argument}: give a whole number of 1 or more, such as "
+                f"{self.method}:{default}"
             )
         return value
 
@@ -195,8 +195,7 @@ def prepare(request: Request) -> Prepared:
             f"drafter {request.method!r} is unknown{hint} (use one of {', '.join(methods())}; a "
             "draft model is model:NAME, a drafter of your own module:Class)"
         )
-    prepared: Prepared = _module(request.method).prepare(request)
-    return prepared
+    return cast(Prepared, _module(request.method).prepare(request))
 
 
 def _module(method: str) -> Any:
@@ -206,27 +205,25 @@ def _module(method: str) -> Any:
 def _own(request: Request) -> Prepared:
     """As `prepare`, for an object in place of a name."""
     own, about = request.own, f"drafter {request.method}"
-    if isinstance(own, Drafter):
-        return Prepared(lambda target: own, draws=own.draws)
-    if isinstance(own, nn.Module):
-        in_memory: Prepared = _module("model").in_memory(request)
-        return in_memory
+    if isinstance(own, nn.Module) and not isinstance(own, Drafter):
+        return cast(Prepared, _module("model").in_memory(request))
     if isinstance(own, type) and not issubclass(own, Drafter):
         raise UserError(f"{about} is a class that is no drafter: subclass specexp.Drafter")
     if inspect.isabstract(own):
         raise UserError(f"{about} has no propose(self, seqs, tree, rng): define it")
-    prepare = getattr(own, "prepare", None) or (own if inspect.isroutine(own) else None)
-    if prepare is None:
+    if not isinstance(own, Drafter):
+        prepare = getattr(own, "prepare", None) or (own if inspect.isroutine(own) else None)
+        if prepare is None:
+            raise UserError(
+                f"{about} is of type {type(own).__name__}: give a name, a specexp.Drafter (an "
+                "instance or a class), a function that returns one, or a transformers model"
+            )
+        own = prepare(request)
+    if isinstance(own, Prepared):
+        return own
+    if not isinstance(own, Drafter):
         raise UserError(
-            f"{about} is of type {type(own).__name__}: give a name, a specexp.Drafter (an instance "
-            "or a class), a function that returns one, or a transformers model"
+            f"{about} returned something of type {type(own).__name__}: return a specexp.Drafter, "
+            "or specexp.drafters.Prepared"
         )
-    answer = prepare(request)
-    if isinstance(answer, Drafter):
-        return Prepared(lambda target: answer, draws=answer.draws)
-    if not isinstance(answer, Prepared):
-        raise UserError(
-            f"{about} returned something of type {type(answer).__name__}: return a "
-            "specexp.Drafter, or specexp.drafters.Prepared"
-        )
-    return answer
+    return Prepared(lambda target: own, draws=own.draws)

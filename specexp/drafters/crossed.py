@@ -89,9 +89,8 @@ class Crossed(Drafter):
         self.lm.allocate(B, _SLOTS * S)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        for row, (tokens, length) in enumerate(
-            zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)
-        ):
+        prompts = zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)
+        for row, (tokens, length) in enumerate(prompts):
             text = self.token_map.tokenized_prompt(tokens[:length])[: self.longest]
             self.texts.write(seqs.first + row, text, limit=0, stream=0)
         self.covered[seqs.rows] = seqs.length

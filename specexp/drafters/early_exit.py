@@ -31,7 +31,7 @@ class EarlyExit(Drafter):
         self.name = f"first {counted(layers, 'layer')} of {target.name}"
         self.target, self.sampling = target, sampling
         with refusing(f"early_exit cannot leave {target.name}"):
-            self.lm = of_module(lower(target.module, layers), self.name, target.vocab)
+            self.lm = of_module(first_layers(target.module, layers), self.name, target.vocab)
         self.models: tuple[LM, ...] = (self.lm,)
         self.context = target.context
 
@@ -46,17 +46,14 @@ class EarlyExit(Drafter):
         return grow(seqs, tree, step, self.sampling, rng)
 
 
-def lower(module: Any, layers: int) -> Any:
+def first_layers(module: Any, layers: int) -> Any:
     """A view of the model with only its first `layers` layers: weights are shared, not copied.
 
     Raises UserError if the model does not hold its layers in an nn.ModuleList.
     """
     L = module.config.num_hidden_layers
-    lists = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.ModuleList) and len(part) == L
-    ]
+    modules = module.named_modules()
+    lists = [name for name, m in modules if isinstance(m, nn.ModuleList) and len(m) == L]
     if not lists:
         raise UserError(
             f"early_exit cannot leave {type(module).__name__}: it has no list of its {L} layers: "
@@ -84,7 +81,7 @@ def _shallow(module: nn.Module) -> Any:
 def prepare(request: Request) -> Prepared:
     """`early_exit:K`: exit after K layers, by default a quarter of them."""
     L = request.config.num_hidden_layers
-    layers = request.whole(default=max(1, L // 4))
+    layers = request.integer(default=max(1, L // 4))
     if layers >= L:
         raise UserError(
             f"drafter early_exit:{layers}: {request.target} has {L} layers: leave before the "

@@ -26,30 +26,30 @@ _COINS = Noise(7)  # decides which draft tokens are right, from the prompt, row 
 
 
 class Planted(Drafter):
-    """`worker`: the draft model that runs; future [B, S]: each row's known continuation."""
+    """`real`: the draft model that runs, whose draft tokens are ignored. future [B, S]: each row's
+    continuation, as plain decoding gives it."""
 
     def __init__(
-        self, alpha: float, target: LM, worker: Drafter, sampling: Sampling, seed: int, depth: int
+        self, alpha: float, target: LM, real: Drafter, sampling: Sampling, seed: int, depth: int
     ) -> None:
         self.name = f"planted {alpha:g}"
-        self.alpha, self.target, self.worker, self.depth = alpha, target, worker, depth
+        self.alpha, self.target, self.real, self.depth = alpha, target, real, depth
         self.sampling, self.rng = sampling, sampling.rng(seed)
-        self.models, self.reads, self.context = worker.models, worker.reads, worker.context
+        self.models, self.reads, self.context = real.models, real.reads, real.context
 
     def allocate(self, B: int, S: int) -> None:
-        self.worker.allocate(B, S)
+        self.real.allocate(B, S)
         self.future = torch.zeros(B, S, dtype=torch.int64, device=self.target.device)
         self.salt = torch.zeros(B, 1, dtype=torch.int64, device=self.target.device)
-        self.state = (self.future, self.salt, *self.worker.state)
+        self.state = (self.future, self.salt, *self.real.state)
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        self.worker.catch_up(seqs, missed)
+        self.real.catch_up(seqs, missed)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
-        self.worker.prefill(seqs, hidden)
-        plain = replace(
-            seqs, **{f: getattr(seqs, f).clone() for f in ("tokens", "length", "limit")}
-        )
+        self.real.prefill(seqs, hidden)
+        written = {name: getattr(seqs, name).clone() for name in ("tokens", "length", "limit")}
+        plain = replace(seqs, **written)
         place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
         prompt = torch.where(place < seqs.length[:, None], mix(mix(place) + seqs.tokens), 0)
         self.salt[seqs.rows] = prompt.sum(1, keepdim=True)
@@ -66,11 +66,11 @@ class Planted(Drafter):
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The first child of a node is right with probability alpha, its siblings never."""
-        real = self.worker.propose(seqs, tree, rng)
-        self.shaped_by = self.worker.shaped_by
+        ignored = self.real.propose(seqs, tree, rng)
+        self.shaped_by = self.real.shaped_by
         nodes = tree.nodes(seqs.tokens.device)
         if len(tree) == 1:
-            return real
+            return ignored
         depth, parent = nodes.depth[:, 1:], nodes.parents[0, 1:]
         place = seqs.places(depth).clamp(max=seqs.tokens.shape[1] - 1)
         rank = torch.arange(1, len(tree), device=place.device) - nodes.children[0, parent, 0]
@@ -80,10 +80,10 @@ class Planted(Drafter):
         right = _COINS.bernoulli(odds, mix(keys + salt), 0) & (rank == 0)
         error = (1 + rank) * ~right  # siblings differ from the right token and from each other
         tokens = (future.gather(1, place) + error) % self.target.vocab
-        return seqs.draft(nodes, tokens, memo=real.memo)
+        return seqs.draft(nodes, tokens, memo=ignored.memo)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
-        self.worker.observe(seqs, draft, verdict, seen)
+        self.real.observe(seqs, draft, verdict, seen)
 
 
 def prepare(request: Request) -> Prepared:
@@ -110,7 +110,7 @@ def prepare(request: Request) -> Prepared:
     ready = draft_model.prepare(replace(request, method="model", argument=name))
 
     def make(target: LM) -> Planted:
-        worker = ready.make(target)
-        return Planted(alpha, target, worker, request.sampling, request.seed, request.tree.depth)
+        real = ready.make(target)
+        return Planted(alpha, target, real, request.sampling, request.seed, request.tree.depth)
 
     return Prepared(make, config=ready.config)

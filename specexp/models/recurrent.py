@@ -25,11 +25,8 @@ from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, Scan, Window, e
 from specexp.tree import Branches
 
 WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
-KEEPS = {  # methods of a cache by which a module writes a state
-    "update_conv_state",
-    "update_recurrent_state",
-    "set_linear_cache",
-}
+# methods of a cache by which a module writes a state
+KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 
 
 class State:

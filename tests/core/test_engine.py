@@ -29,7 +29,7 @@ from support.tiny import (
 
 from specexp import ops
 from specexp.drafters.crossed import Crossed, TokenMap
-from specexp.drafters.early_exit import lower
+from specexp.drafters.early_exit import first_layers
 from specexp.drafters.model import DraftModel
 from specexp.drafters.plain import Plain
 from specexp.engine import Engine
@@ -67,7 +67,7 @@ def test_early_exit_matches_a_model_of_the_first_layers(family):
     cut.config.num_hidden_layers = 1
     with torch.no_grad():
         found, wanted, whole = (
-            made(ids, use_cache=False).logits for made in (lower(net, 1), cut, net)
+            made(ids, use_cache=False).logits for made in (first_layers(net, 1), cut, net)
         )
     assert torch.equal(found, wanted)
     assert not torch.allclose(found, whole)
@@ -80,7 +80,7 @@ def test_early_exit_rejects_model_without_a_list_of_layers():
     net = copy.deepcopy(module("opt"))
     net.config.num_hidden_layers = 7
     with pytest.raises(UserError, match="cannot leave OPTForCausalLM: it has no list of its 7"):
-        lower(net, 1)
+        first_layers(net, 1)
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -183,10 +183,10 @@ def test_weights_that_change_in_place_change_the_passes():
 
 
 def test_early_exit_of_a_fused_module_shares_its_weights():
-    from specexp.drafters.early_exit import lower
+    from specexp.drafters.early_exit import first_layers
 
     net = made("llama")
-    whole, cut = of_module(net), of_module(lower(net, 1))
+    whole, cut = of_module(net), of_module(first_layers(net, 1))
     assert isinstance(cut.net, Fused)
     assert cut.net.layers[0].qkv.data_ptr() == whole.net.layers[0].qkv.data_ptr()
     assert cut.net.layers[0].up.data_ptr() == whole.net.layers[0].up.data_ptr()
