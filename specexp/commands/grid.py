@@ -108,7 +108,7 @@ def status(
     console.print(progress.status(points))
     lines = progress.changed(points)
     try:
-        lines += presence.missing(progress.named(points)).lines("`specexp grid run`")
+        lines += presence.find_gaps(progress.named(points)).lines("`specexp grid run`")
     except (runs.StoreUnreachable, runs.StoreCorrupt) as e:
         lines.append(f"MLflow cannot be read now: {e}")
     for line in lines:

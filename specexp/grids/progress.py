@@ -211,11 +211,11 @@ def changed(points: Iterable[Point]) -> list[str]:
     ]
 
 
-def named(points: Sequence[Point]) -> dict[Path, presence.Names]:
+def named(points: Sequence[Point]) -> dict[Path, presence.ShownAs]:
     """The results and kept failures of these points, with the names that they have."""
     keys = {p.run_key for p in points}
     kept = (path for path in results.listed("failed") if results.key_of(path) in keys)
-    return {f: presence.names(f) for f in (*map(results.result_of, keys), *kept)}
+    return {f: presence.shown_as(f) for f in (*map(results.result_of, keys), *kept)}
 
 
 def duration(seconds: float) -> str:

@@ -234,7 +234,7 @@ class Work:
         watch = self.board.began(point.label)
         try:
             where = _measured(point, attempt, worker, watch)
-            if compare.is_doubtful(attempt):
+            if compare.has_doubtful_timing(attempt):
                 self.board.say(f"{point.label}: its timing is not credible; it is timed once more")
                 results.set_aside(attempt, "replaced")
                 attempt = results.new_attempt(point.run_key)
@@ -313,14 +313,14 @@ class Work:
         if n := len(renamed):
             self.board.say(f"{n} results get the new name of their notebook or experiment")
         try:
-            found = presence.missing(shown)
-            for folder in found.lost:
+            gaps = presence.find_gaps(shown)
+            for folder in gaps.vanished:
                 with results.claim(results.key_of(folder)) as ours:
                     if ours:
-                        presence.forget(folder)
+                        presence.unmark(folder)
         except runs.StoreUnreachable:  # said before
             return
-        for line in replace(found, lost=[f for f in found.lost if f not in renamed]).lines():
+        for line in replace(gaps, vanished=[*{*gaps.vanished} - renamed]).lines():
             self.board.say(line)
 
     def recover(self) -> None:

@@ -27,13 +27,13 @@ _REBUILD = ": run `specexp store rebuild`"
 
 @dataclass(frozen=True)
 class Invariant:
-    """A statement, checked on `count` things; `broken`: one line per violation; `beside`: lines
-    about what is as somebody wanted it."""
+    """A statement, checked on `count` things. `broken`: a line for each violation; `notes`: a line
+    for each exception that somebody made on purpose."""
 
     statement: str
     count: int
     broken: Sequence[str] = ()
-    beside: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 def problems() -> list[str]:
@@ -63,9 +63,9 @@ def _look() -> list[Invariant]:
     busy = set(store.claims())
     shown: dict[str, list[Any]] | None = None
     try:
-        unreadable = [f"{line}{_REBUILD}" for line in track.backend().sound()]
+        unreadable = [f"{line}{_REBUILD}" for line in track.backend().integrity_problems()]
         shown = _shown()
-        missing = presence.missing({f: presence.names(f) for f in (*results, *failed)})
+        gaps = presence.find_gaps({f: presence.shown_as(f) for f in (*results, *failed)})
     except (track.StoreCorrupt, track.StoreUnreachable) as e:
         shown, unreadable = None, [str(e)]
     busy |= set(store.claims())
@@ -91,15 +91,15 @@ def _look() -> list[Invariant]:
     if shown is None:
         return invariants
     runs = {key: each for key, each in shown.items() if key not in busy}
-    gone = {*missing.deleted, *missing.failures}
+    gone = {*gaps.deleted, *gaps.failures}
     publishable = [path for path in failed if track.publishable(path)]
     return [
         *invariants,
         Invariant("results are in MLflow once and equal", len(results),
-                  [*_unlike(results, gone, runs)], replace(missing, lost=[]).lines()),
+                  [*_unequal_results(results, gone, runs)], replace(gaps, vanished=[]).lines()),
         Invariant("failed points are in MLflow as failures", len(publishable),
-                  [*_unshown(publishable, failed, gone, results, runs)]),
-        Invariant("runs in MLflow have ended", sum(map(len, shown.values())), [*_running(runs)]),
+                  [*_unequal_failures(publishable, failed, gone, results, runs)]),
+        Invariant("runs in MLflow have ended", sum(map(len, shown.values())), [*_unended(runs)]),
     ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def show(console: Console) -> bool:
     for invariant in invariants:
         state = Text("broken  ", "bold red") if invariant.broken else Text("ok      ", "green")
         lines.append(state + Text(f"{invariant.count:6d}  {invariant.statement}", ""))
-        lines += [Text(f"{'':16s}{line}") for line in (*invariant.broken, *invariant.beside)]
+        lines += [Text(f"{'':16s}{line}") for line in (*invariant.broken, *invariant.notes)]
     lines += [Text(f"claimed         {key}: {who}") for key, who in store.claims().items()]
     lines.append(Text(f"store {store.root()}, runs in {track.where()}"))
     console.print(Text("\n").join(lines), soft_wrap=True)
@@ -129,7 +129,7 @@ def _shown() -> dict[str, list[Any]]:
     return dict(runs)
 
 
-def _unlike(
+def _unequal_results(
     results: Iterable[Path], gone: Set[Path], shown: Mapping[str, list[Any]]
 ) -> Iterator[str]:
     for result in results:
@@ -174,7 +174,7 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def _unshown(
+def _unequal_failures(
     publishable: list[Path], failed: list[Path], gone: Set[Path], results: Iterable[Path],
     shown: Mapping[str, list[Any]],
 ) -> Iterator[str]:  # fmt: skip
@@ -189,7 +189,7 @@ def _unshown(
                 yield f"MLflow's run {run.info.run_id} is of a failed attempt that is missing"
 
 
-def _running(shown: Mapping[str, list[Any]]) -> Iterator[str]:
+def _unended(shown: Mapping[str, list[Any]]) -> Iterator[str]:
     for key, runs in shown.items():
         for run in runs:
             if run.info.status not in ENDED:

@@ -25,11 +25,11 @@ GROUPS = frozenset((
 
 def headline(result: Path) -> str:
     """What one result answers, with intervals, on one line."""
-    return ", ".join(mlflow_view.briefs(results.load(result / results.RESULT)))
+    return ", ".join(mlflow_view.short_answers(results.load(result / results.RESULT)))
 
 
-def is_doubtful(result: Path) -> bool:
-    """Whether a speedup is not credible."""
+def has_doubtful_timing(result: Path) -> bool:
+    """Whether a speedup that it logged is not credible (`speedup/credible` is 0)."""
     record = results.read(result / results.RESULT)
     each = (run["metrics"] for run in results.runs_in(record).values()) if record else ()
     return any(metrics.get("speedup/credible") == 0 for metrics in each)

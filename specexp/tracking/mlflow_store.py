@@ -189,8 +189,10 @@ class Backend:
 
                 soon = {"connect_timeout": 10}  # MLflow itself tries for minutes
                 sqlalchemy.create_engine(self.uri, connect_args=soon).connect().close()
-            elif Known(kept=True).lasting(f"{__name__}.made", self.uri) == _version(self.file):
-                return
+            else:
+                last = Known(kept=True).lasting(f"{__name__}.tables_version", self.uri)
+                if last == _version(self.file):
+                    return
             create_tables(self.uri)
 
     def empty(self) -> bool:
@@ -208,7 +210,7 @@ class Backend:
             raise self.damaged("is not MLflow's: it has other tables")
         return not tables
 
-    def sound(self) -> list[str]:
+    def integrity_problems(self) -> list[str]:
         """What SQLite finds wrong with its file; empty for other stores. Raises as `empty`."""
         if not self.file or self.empty():
             return []
@@ -336,9 +338,9 @@ def create_tables(uri: str) -> None:
     SqlAlchemyStore(uri, PROXIED).engine.dispose()
 
 
-def made(uri: str) -> Answer:
-    """The version of the tables of a SQLite database after `create_tables`, which takes seconds to
-    import MLflow and need not run again while that version and MLflow's stay."""
+def tables_version(uri: str) -> Answer:
+    """The version of a SQLite database's tables after `create_tables`. A kept answer saves the
+    seconds of importing MLflow while that version and MLflow's stay the same."""
     create_tables(uri)
     return _version(Path(_database(uri))), []
 

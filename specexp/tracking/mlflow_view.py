@@ -12,7 +12,7 @@ from specexp.errors import DEEPEST, brief, last_parts
 from specexp.tracking.results import is_simulated, runs_in
 
 KEY = "specexp"
-TAG = f"mlflow.sharedViewState.{KEY}"
+VIEW_TAG = f"mlflow.sharedViewState.{KEY}"
 NOTE = "mlflow.note.content"
 SUPERSEDED = "superseded"  # the tag of a result of whose point there is a newer one
 _METRIC = re.compile(r"[a-z0-9_]+/(?!\.\.?$)[A-Za-z0-9_.-]+")
@@ -87,21 +87,21 @@ def answers(record: Mapping[str, Any]) -> Iterator[tuple[Answer, str, str]]:
             yield a, figure, " simulated" * is_simulated(a.metric, simulated)
 
 
-def briefs(record: Mapping[str, Any]) -> list[str]:
-    """The same in short, as in a column: `1.42x [1.21, 1.66]`, `61% [55%, 66%] accepted`."""
+def short_answers(record: Mapping[str, Any]) -> list[str]:
+    """The answers as in a column: `1.42x [1.21, 1.66]`, `61% [55%, 66%] accepted`."""
     return [f"{figure}{a.brief}{mark}" for a, figure, mark in answers(record)]
 
 
-def about(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
-    """The tags of a run that answer: `answer`, a column of the view, and its description, with a
-    link to its files if another run keeps them. A tag that the notebook logged stays as it is."""
+def answer_tags(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
+    """Two tags of a run: `answer`, a column of the view, and its description in sentences, with a
+    link to `files` if another run keeps them. A tag that the notebook logged stays as it is."""
     sentences = [f"{figure}{a.words}{mark}" for a, figure, mark in answers(record)]
     if not sentences:
         return {}
     first, *rest = sentences
     description = "; ".join([f"**{first}**", *rest])
     description += f"\n\n[Figures and notebook, in the run that measured it]({files})" * bool(files)
-    tags = {"answer": briefs(record)[0], NOTE: description}
+    tags = {"answer": short_answers(record)[0], NOTE: description}
     return {n: text for n, text in tags.items() if n not in record.get("tags", {})}
 
 
@@ -119,8 +119,9 @@ def run_name(
     )[:200]  # fmt: skip
 
 
-def beside(tags: Mapping[str, str], params: Mapping[str, Any], rival: str) -> dict[str, str]:
-    """The tags of a result's run; for a rival those of its run, named by its own drafter."""
+def run_tags(tags: Mapping[str, str], params: Mapping[str, Any], rival: str) -> dict[str, str]:
+    """The tags of a result's run or, if `rival` is not "", of the run of that drafter, whose name
+    stands in place of the result's own."""
     if not rival:
         return dict(tags)
     name, own = tags.get("name", ""), params.get("drafter", "")
@@ -150,7 +151,7 @@ def note(
     return "\n\n".join([*parts, OWN])
 
 
-def shared(logged: Collection[str], at_ms: int) -> str:
+def shared_view(logged: Collection[str], at_ms: int) -> str:
     """A saved view as JSON: columns, order and charts of the logged metrics; made at that time.
 
     The format is internal to MLflow's UI (3.17.2). Should it change, `url` leads to the plain list.

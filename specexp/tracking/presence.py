@@ -1,4 +1,4 @@
-"""Compares published folders with what MLflow shows: what it lost, what was deleted in it on
+"""Compares published folders with what MLflow shows: what it vanished, what was deleted in it on
 purpose, and what has another name now. One query per experiment, however many folders."""
 
 import contextlib
@@ -13,25 +13,25 @@ from specexp.tracking import results, runs
 from specexp.tracking.mlflow_store import names_of
 from specexp.zoo import files
 
-Names: TypeAlias = tuple[str | None, str | None]
+ShownAs: TypeAlias = tuple[str | None, str | None]
 FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the notebook's file
 
 
 @dataclass(frozen=True)
-class Missing:
-    """`lost`: folders marked as published of which MLflow has no whole run under their name;
-    `deleted`: results whose run was deleted in MLflow; `failures`: failures whose run was, on
-    purpose or for a later one."""
+class Gaps:
+    """What MLflow lacks of what was published. `vanished`: folders marked as published without a
+    whole run under their name; `deleted`: results whose run somebody deleted in MLflow; `failures`:
+    failed attempts whose run was deleted, by somebody or for a later attempt."""
 
-    lost: Sequence[Path] = ()
+    vanished: Sequence[Path] = ()
     deleted: Sequence[Path] = ()
     failures: Sequence[Path] = ()
 
     def lines(self, remedy: str = "this run") -> list[str]:
-        """What is missing and what to do, a line each. `remedy`: what publishes the lost again."""
+        """What is missing and what to do, a line each. `remedy`: what publishes it again."""
         lines = []
-        if self.lost:
-            count = counted(len(self.lost), "published run")
+        if self.vanished:
+            count = counted(len(self.vanished), "published run")
             lines.append(f"MLflow lacks {count}, which {remedy} publishes again")
         if n := len(self.deleted):
             tags = [results.read(f / results.TAGS) for f in self.deleted[:3]]
@@ -43,15 +43,16 @@ class Missing:
         return lines
 
 
-def missing(named: Mapping[Path, Names]) -> Missing:
-    """What MLflow lacks of those of these folders that are marked as published; with the `names` of
-    each. Raises StoreUnreachable, StoreCorrupt."""
+def find_gaps(named: Mapping[Path, ShownAs]) -> Gaps:
+    """What MLflow lacks of those of these folders that are marked as published. `named`: how each
+    is `shown_as`. Raises StoreUnreachable, StoreCorrupt."""
     marked = {f: runs.marker(f).read_text().split() for f in named if runs.published(f)}
     if not marked or not runs.has_database():
-        return Missing()
+        return Gaps()
     experiments = {experiment for folder in marked if (experiment := named[folder][0])}
     shown = runs.backend().states(experiments, ("store", "published", "notebook"))
-    lost, deleted, failures, store = list[Path](), list[Path](), list[Path](), results.identity()
+    vanished, deleted, failures = list[Path](), list[Path](), list[Path]()
+    store = results.store_id()
     for folder, run_ids in marked.items():
         experiment, notebook = named[folder]
         tags = {"store": store, "published": "1", "notebook": notebook}
@@ -63,39 +64,40 @@ def missing(named: Mapping[Path, Names]) -> Missing:
             or any(state.tags.get(name) != text for name, text in tags.items())
             for state in states
         ):  # fmt: skip
-            lost.append(folder)
-    return Missing(lost, deleted, failures)
+            vanished.append(folder)
+    return Gaps(vanished, deleted, failures)
 
 
-def names(folder: Path) -> Names:
-    """The experiment and the notebook's file under which MLflow shall show a folder; None for what
-    it does not tell. Raises OSError if it cannot be read now."""
-    with results.unless_torn():
-        label = results.label(folder)
+def shown_as(folder: Path) -> ShownAs:
+    """The experiment and the notebook's file name under which MLflow is to show a folder; None for
+    each that the folder does not say. Raises OSError if it cannot be read now."""
+    with results.ignoring_damage():
+        renamed = results.new_names(folder)
         record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
-        tags = label["tags"] if label else results.load(folder / results.TAGS)
-        return (label or results.load(record)).get("experiment"), tags.get("notebook")
+        tags = renamed["tags"] if renamed else results.load(folder / results.TAGS)
+        return (renamed or results.load(record)).get("experiment"), tags.get("notebook")
     return None, None
 
 
 def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:
-    """Note another experiment and the names in these tags for a result; they count when it is
-    published."""
-    label = {"experiment": experiment, "tags": {name: tags[name] for name in FOLLOWING}}
-    with files.whole(result / results.LABEL) as partial:
-        partial.write_text(json.dumps(label))
+    """Give a result another experiment and the names in these tags. MLflow shows them when the
+    result is published the next time."""
+    names = {"experiment": experiment, "tags": {name: tags[name] for name in FOLLOWING}}
+    with files.whole(result / results.NEW_NAMES) as partial:
+        partial.write_text(json.dumps(names))
 
 
-def forget(folder: Path) -> None:
-    """Take the mark from a folder, and delete its runs where they are of another experiment now."""
+def unmark(folder: Path) -> None:
+    """Take the mark `published` from a folder. Its runs in an experiment that it no longer belongs
+    to are deleted."""
     from mlflow.exceptions import MlflowException
 
-    client, label = runs.client(), results.label(folder)
+    client, renamed = runs.client(), results.new_names(folder)
     for run_id in runs.marker(folder).read_text().split():
         with runs.backend().reaching(), contextlib.suppress(MlflowException):  # there is none
             run = client.get_run(run_id)
             shown = names_of(client.get_experiment(run.info.experiment_id))
             ours = run.data.tags.get("run_key") == results.key_of(folder)
-            if ours and label.get("experiment", shown[0]) not in shown:
+            if ours and renamed.get("experiment", shown[0]) not in shown:
                 client.delete_run(run_id)
     runs.marker(folder).unlink(missing_ok=True)

@@ -68,7 +68,7 @@ def describe(names: Collection[str]) -> None:
     pages of these experiments, unless somebody wrote a text there, and a report to their artifacts.
     Raises StoreUnreachable, StoreCorrupt, or OSError."""
     folders, backend = store.listed("results"), runs.backend()
-    every = (f for f in folders if presence.names(f)[0] in names and store.intact(f))
+    every = (f for f in folders if presence.shown_as(f)[0] in names and store.intact(f))
     newest = report.newest(every)
     for experiment in backend.experiments() if newest and runs.has_database() else ():
         part = [run for run in newest if run.experiment in names_of(experiment)]
@@ -94,7 +94,7 @@ def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:
             page = f"[one page](./api/2.0/mlflow-artifacts/artifacts/{below})"
     if doubtful := sum(bool(run.doubts()) for run in part):
         answer += f" Timings of {doubtful} of {len(part)} runs are doubtful: the report says why."
-    commands, title = report.again(part), asking.question()[0]
+    commands, title = report.commands_to_repeat(part), asking.question()[0]
     return mlflow_view.note(experiment.experiment_id, title, answer, commands, page)
 
 

@@ -66,14 +66,14 @@ class Run:
 
     @cached_property
     def tags(self) -> dict[str, str]:
-        renamed = results.label(self.folder)
+        renamed = results.new_names(self.folder)
         tags = self.record.get("tags", {}) | self.committed | renamed.get("tags", {})
         texts = {name: str(value) for name, value in tags.items()}
-        return mlflow_view.beside(texts, self.result["params"], self.rival)
+        return mlflow_view.run_tags(texts, self.result["params"], self.rival)
 
     @cached_property
     def experiment(self) -> str:
-        return str(results.label(self.folder).get("experiment", self.record["experiment"]))
+        return str(results.new_names(self.folder).get("experiment", self.record["experiment"]))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -363,7 +363,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
         "exactness": exactness(part), "doubts": doubts, "environment": made_with,
-        "again": again(part),
+        "commands": commands_to_repeat(part),
         "runs": [(run.tags.get("name", run.label), run.folder.name, run.link) for run in part],
     }  # fmt: skip
 
@@ -380,7 +380,7 @@ def frame(part: Sequence[Run]) -> pd.DataFrame:
     )
 
 
-def again(part: Sequence[Run]) -> list[str]:
+def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     """The commands that run these points again, for a shell; none if no grid ran them."""
     gridded = [run.tags for run in part if "grid" in run.tags]
     files = {tags.get("grid.file") or f"{tags['grid']}.yaml" for tags in gridded}

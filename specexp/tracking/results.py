@@ -28,7 +28,7 @@ from specexp.zoo import shelf
 ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
 MANIFEST = "manifest.json"
-MARKER, LABEL = ".published", ".label.json"  # beside what was committed; no notebook's
+MARKER, NEW_NAMES = ".published", ".label.json"  # written after the commit, never by a notebook
 PATIENCE_S = 120.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MACHINE_ERRORS = (*FULL, errno.EIO, errno.EMFILE, errno.ENFILE)  # as opposed to permissions
@@ -65,8 +65,8 @@ def from_root(path: Path) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
 
 
-def identity() -> str:
-    """A random id that tells this store from others on the same server; created at first use."""
+def store_id() -> str:
+    """A random id that tells this store's runs from others' on one MLflow server."""
     path = folder("") / "id"
     if path.exists() and not path.read_text().strip():  # a disk was full, or somebody emptied it
         path.unlink(missing_ok=True)
@@ -222,7 +222,7 @@ def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
     (attempt / MANIFEST).unlink(missing_ok=True)  # a notebook's own file of this name
     digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files_in(attempt)}
     (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
-    return _settle(attempt, folder("results") / key)
+    return _move_into_place(attempt, folder("results") / key)
 
 
 def now_ms() -> int:
@@ -240,11 +240,11 @@ def finish(attempt: Path) -> bool:
     result = folder("results") / key_of(attempt)
     if result.exists() or not intact(attempt):
         return False
-    _settle(attempt, result)
+    _move_into_place(attempt, result)
     return True
 
 
-def _settle(attempt: Path, result: Path) -> Path:
+def _move_into_place(attempt: Path, result: Path) -> Path:
     files = files_in(attempt)
     folders = sorted({p.parent for p in files} | {attempt}, reverse=True)
     for path in [*files, *folders]:
@@ -281,9 +281,9 @@ def is_folder(path: Path) -> bool:
 
 
 def only_files(attempt: Path) -> None:
-    """Remove everything but files and folders, as a link could make copies read other files, and
-    what has the name of a marker or label."""
-    for path in [*attempt.glob(f"{MARKER}*"), *attempt.glob(LABEL)]:
+    """Remove links and the like, through which copies could read other files, and what a notebook
+    has called as MARKER or NEW_NAMES."""
+    for path in [*attempt.glob(f"{MARKER}*"), *attempt.glob(NEW_NAMES)]:
         shutil.rmtree(path) if is_folder(path) else path.unlink()
     for path in attempt.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
@@ -296,9 +296,9 @@ def is_simulated(metric: str, groups: str) -> bool:
 
 
 @contextmanager
-def unless_torn() -> Iterator[None]:
-    """Leaves a block that reads files if one is torn or missing. Raises OSError if that cannot be
-    determined now (too many open files, no permission)."""
+def ignoring_damage() -> Iterator[None]:
+    """Ends the `with` block without an error if a file that it reads is torn or missing. Raises
+    OSError if that cannot be determined now (too many open files, no permission)."""
     try:
         yield
     except (KeyError, TypeError, ValueError):
@@ -310,7 +310,7 @@ def unless_torn() -> Iterator[None]:
 
 def intact(result: Path) -> bool:
     """Whether this result is complete and unchanged since it was committed."""
-    with unless_torn():
+    with ignoring_damage():
         digests = load(result / MANIFEST)
         data = {name: (result / name).read_bytes() for name in digests}
         whole = all(digest(data[name]) == d for name, d in digests.items())
@@ -319,9 +319,9 @@ def intact(result: Path) -> bool:
 
 
 def unchanged(result: Path, since: Path) -> bool:
-    """Whether no file of a result changed since the file `since` was written: sooner known than
-    whether its megabyte is intact."""
-    with unless_torn():
+    """Whether no file of a result changed since the file `since` was written. It asks for times of
+    change alone: `intact` reads about a megabyte, from a cold disk for thousands of results."""
+    with ignoring_damage():
         then = os.stat(since).st_ctime_ns  # no program can set this time back
         files = [MANIFEST, *load(result / MANIFEST)]
         folders = {name.rpartition("/")[0] for name in files} - {""}  # `since` may be in its own
@@ -351,10 +351,10 @@ def runs_in(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def label(folder: Path) -> dict[str, Any]:
-    """The experiment and tags under which a result is shown since it was renamed (`presence`), or
-    an empty dictionary. Raises as `load`."""
-    path = folder / LABEL
+def new_names(folder: Path) -> dict[str, Any]:
+    """`experiment` and `tags` of a result whose notebook or experiment was renamed since
+    (`presence.rename`); else an empty dictionary. Raises as `load`."""
+    path = folder / NEW_NAMES
     return load(path) if path.exists() else {}
 
 

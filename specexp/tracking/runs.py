@@ -255,7 +255,7 @@ def marker(folder: Path) -> Path:
 def publishable(folder: Path) -> bool:
     """Whether a result is intact and valid for MLflow, or enough of a failed attempt is left to be
     published: those are not fsynced. Raises OSError if that cannot be determined now."""
-    with results.unless_torn():
+    with results.ignoring_damage():
         if folder.parent.name == "results":
             record = folder / results.RESULT
             return results.intact(folder) and not mlflow_view.problems_of(results.load(record))
@@ -285,12 +285,12 @@ def _publish(folder: Path) -> list[str]:
     from mlflow.entities import RunTag
 
     store = backend()
-    label = results.label(folder)
-    tags = results.load(folder / results.TAGS) | label.get("tags", {})
-    tags["store"] = results.identity()
+    renamed = results.new_names(folder)
+    tags = results.load(folder / results.TAGS) | renamed.get("tags", {})
+    tags["store"] = results.store_id()
     status, _ = tags.pop("status"), tags.pop("ended", None)
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
-    experiment = experiment_id(label.get("experiment", record["experiment"]))
+    experiment = experiment_id(renamed.get("experiment", record["experiment"]))
     before = store.runs(experiment, f"tags.run_key = '{tags['run_key']}'")
     ended = results.ended_ms(folder)
     for run in before:
@@ -304,7 +304,7 @@ def _publish(folder: Path) -> list[str]:
     }
     run_ids: list[str] = []
     for rival, part in results.runs_in(record).items():
-        named = mlflow_view.beside(tags, record["params"], rival)
+        named = mlflow_view.run_tags(tags, record["params"], rival)
         if run_id := same.get(rival):  # its store or name may be another one now
             store.client.update_run(run_id, name=named.pop("name", None))
             store.client.log_batch(run_id, tags=[RunTag(n, text) for n, text in named.items()])
@@ -330,16 +330,16 @@ def _create_run(
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
     files = f"./#/experiments/{experiment}/runs/{main}/artifacts" if main else ""
-    tags |= mlflow_view.about(record, files)
+    tags |= mlflow_view.answer_tags(record, files)
     run = mlflow.create_run(experiment, started, theirs | tags, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in mlflow_view.as_points(record)]
     params = [Param(n, v) for n, v in mlflow_view.as_params(record).items()]
     if metrics:
-        view = mlflow_view.shared({m.key for m in metrics}, ended)
-        mlflow.set_experiment_tag(experiment, mlflow_view.TAG, view)
+        view = mlflow_view.shared_view({m.key for m in metrics}, ended)
+        mlflow.set_experiment_tag(experiment, mlflow_view.VIEW_TAG, view)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    added = set() if main else {*folder.glob(f"{results.MARKER}*"), folder / results.LABEL}
+    added = set() if main else {*folder.glob(f"{results.MARKER}*"), folder / results.NEW_NAMES}
     kept = [] if main else [path for path in results.files_in(folder) if path not in added]
     backend().put(run.info.artifact_uri, folder, kept)
     mlflow.set_terminated(run.info.run_id, status, ended)
@@ -373,7 +373,7 @@ def rival_of(run: Any) -> str:
 def is_ours(run: Any) -> bool:
     """Whether a run was published from this store: a server may hold those of many."""
     tags = run.data.tags
-    return "run_key" in tags and tags.get("store", results.identity()) == results.identity()
+    return "run_key" in tags and tags.get("store", results.store_id()) == results.store_id()
 
 
 def has_database() -> bool:

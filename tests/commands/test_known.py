@@ -161,8 +161,8 @@ def test_what_mlflow_shows_is_looked_up_without_importing_it(filled):
     code = (
         "import sys; from specexp.tracking import presence, results; "
         "folders = results.listed('results'); assert len(folders) == 3; "
-        "missing = presence.missing({f: presence.names(f) for f in folders}); "
-        "assert missing == presence.Missing([], [], []); print(*sys.modules)"
+        "gaps = presence.find_gaps({f: presence.shown_as(f) for f in folders}); "
+        "assert gaps == presence.Gaps([], [], []); print(*sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not HEAVY & set(ran.stdout.split())

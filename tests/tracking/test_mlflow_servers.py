@@ -335,4 +335,4 @@ def test_postgres_takes_four_writers_and_a_rebuild(tmp_path, monkeypatch, migrat
                       *psutil.Process(mlflow.running.pid).children(recursive=True)]
         )  # fmt: skip
         assert "secret" not in seen
-        assert disk.identity() != ""
+        assert disk.store_id() != ""

@@ -246,7 +246,7 @@ def test_a_result_of_a_changed_point_is_marked_and_left_out_of_the_view(store):
     rebuild.rebuild(quiet())
     assert set(track.runs()["tags.run_key"]) == {"b"}
     [experiment] = [e for e in track.backend().experiments() if e.name == "mine"]
-    state = json.loads(json.loads(experiment.tags[mlflow_view.TAG])["state"])
+    state = json.loads(json.loads(experiment.tags[mlflow_view.VIEW_TAG])["state"])
     in_view = track.backend().runs(experiment.experiment_id, state["searchFilter"])
     assert [run.data.tags["run_key"] for run in in_view] == ["b"]
     assert len(active()) == 2

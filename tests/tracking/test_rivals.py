@@ -75,12 +75,12 @@ def test_a_rivals_run_that_is_lost_or_deleted_is_noticed(compared):
     result = first(compared)
     rival = run_of(result).split()[2]
     track.client().delete_run(rival)
-    assert presence.missing({result: presence.names(result)}).deleted == [result]
+    assert presence.find_gaps({result: presence.shown_as(result)}).deleted == [result]
     track.client().restore_run(rival)
     track.client().set_tag(rival, "published", "0")
-    assert presence.missing({result: presence.names(result)}).lost == [result]
+    assert presence.find_gaps({result: presence.shown_as(result)}).vanished == [result]
     track.marker(result).write_text("")
-    assert presence.missing({result: presence.names(result)}).lost == [result]
+    assert presence.find_gaps({result: presence.shown_as(result)}).vanished == [result]
 
 
 def test_report_compares_the_drafters_and_draws_each_figure_once(compared):

@@ -379,7 +379,7 @@ def test_run_names_tell_paths_with_equal_ends_apart(store):
     names = [view.run_name({"drafter": d, "x": 1}, ["drafter"], {"drafter": far}) for d in far]
     assert names == ["a/draft", "b/draft", "ngram"]
     tags, params = {"name": "a/draft γ=3"}, {"drafter": far[0], "rivals": far[1:]}
-    beside = [view.beside(tags, params, rival)["name"] for rival in far[1:]]
+    beside = [view.run_tags(tags, params, rival)["name"] for rival in far[1:]]
     assert beside == ["b/draft γ=3", "ngram γ=3"]
     assert view.run_name(params | {"gamma": 3}, ["gamma"]) == tags["name"]
     track.log("mine", params, METRICS, rivals=dict.fromkeys(far[1:], (METRICS, {})))
