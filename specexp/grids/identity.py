@@ -85,10 +85,10 @@ def files_of(
 
 
 def facts_of_files(
-    names: Sequence[str], strings: Sequence[str], folder: str, named: Sequence[str]
+    modules: Sequence[str], strings: Sequence[str], folder: str, named: Sequence[str]
 ) -> Answer:
     """The import closure of a notebook in this folder (`imports.closure`)."""
-    files = imports.closure(names, strings, Path(folder), named)
+    files = imports.closure(modules, strings, Path(folder), {*named})
     if any(name.endswith(imports.ELSEWHERE) for name in files):
         return files, None
     own = [Path(folder, name) for name in files if not name.startswith(f"{imports.NAME}/")]

@@ -1,10 +1,14 @@
 """The files that a point's numbers can depend on: the import closure of its notebook.
 
-Imports are read by `ast`, at any depth, and followed through the rooms that compute numbers and
-through modules of one's own, beside the notebook or on Python's path. Figures, grids, tracking,
-commands and the zoo are not followed: mending a plot makes no result old. A drafter is imported by
-its name when it runs, so its file counts where that name stands: in the parameters, the notebook or
-the files that it reaches. Nothing is imported here.
+1. `read` takes from a file's code, by `ast`, what it may import, at any depth, and its strings.
+2. `_follow` goes from modules to their files (`_Finder`), reads these, and so on. It goes through
+   the rooms that compute numbers (ROOMS) and through code of one's own, beside the notebook or on
+   Python's path. Figures, grids, tracking, commands and the zoo are not followed: mending a plot
+   makes no result old.
+3. A drafter is imported by its name when it runs, so `closure` adds the files of the drafters that
+   are named: in the parameters, the notebook, or the files found so far.
+
+Nothing is imported here.
 """
 
 import ast
@@ -30,44 +34,39 @@ COMPILED = provenance.SOURCE[1:]
 OF_GPU = f"{NAME}/fast/gpu/"
 AT_START = ("sitecustomize", "usercustomize")  # run by every Python, if they are on its path
 ELSEWHERE = " (elsewhere)"  # marks files that are neither specexp's nor beside the notebook
-
-PACKAGED = {"site-packages", "dist-packages"}
+_INSTALLED = {"site-packages", "dist-packages"}
 _DRAFTERS = f"{NAME}.drafters."
 _OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*(?::.*)?")  # module:Class:ARGUMENT
 _MODULE = re.compile(rf"{NAME}(\.\w+)+")
 
 
 class Source(NamedTuple):
-    """A file's digest, and the names and strings in its code (`read`)."""
+    """A file's digest, and the modules and strings in its code (`read`)."""
 
     digest: str
-    imports: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     strings: frozenset[str] = frozenset()
 
 
 def closure(
-    imports: Iterable[str], strings: Iterable[str], folder: Path, named: Iterable[str]
+    modules: Iterable[str], strings: Iterable[str], folder: Path, named: Set[str]
 ) -> dict[str, str]:
-    """The files that results of a notebook with these imports and strings depend on: name ->
-    digest.
+    """The files that a point's numbers can depend on: name -> digest. Names are relative to the
+    checkout for files of specexp, else to the folder from which the file is imported.
 
-    folder: the notebook's; named: the modules that the point's parameters name (`named_by`). File
-    names are relative to the checkout for files of specexp, else to the notebook's folder.
+    modules, strings: what the notebook imports and the strings in its code (`read`); folder: the
+    notebook's; named: the modules that the point's parameters name (`named_by`).
     """
-    chosen = {name for name in named if name.startswith(_DRAFTERS)}
-    roots = _Roots(folder, set(named) - chosen)
-    sources = _follow([*imports, *AT_START, *roots.others], roots)
-    while PACKAGE / "drafters" / "__init__.py" in sources:
-        before = len(sources)
-        sources |= _follow(chosen | _drafters(_naming(sources) | set(strings)), roots)
-        if len(sources) == before:
-            break
-    files = {roots.name(path): source.digest for path, source in sources.items()}
-    for path in {path.parent for path in sources if path.is_relative_to(PACKAGE)}:
-        files |= {
-            roots.name(f): source_of(f).digest for f in path.iterdir() if f.suffix in COMPILED
-        }
-    return dict(sorted(files.items()))
+    drafters = {module for module in named if module.startswith(_DRAFTERS)}
+    finder = _Finder(folder, named - drafters)
+    found = _follow([*modules, *AT_START, *finder.named], finder)
+    if PACKAGE / "drafters" / "__init__.py" in found:  # else nothing here drafts
+        drafters |= _drafters({*strings, *_strings_that_may_name_drafters(found)})
+        found |= _follow(drafters, finder)
+    folders = {path.parent for path in found if path.is_relative_to(PACKAGE)}
+    beside = (path for folder in folders for path in folder.iterdir())
+    found |= {path: source_of(path) for path in beside if path.suffix in COMPILED}
+    return dict(sorted((finder.name(path), source.digest) for path, source in found.items()))
 
 
 def named_by(params: Mapping[str, Any]) -> frozenset[str]:
@@ -88,62 +87,12 @@ def named_by(params: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(modules)
 
 
-def read(code: ast.AST) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The modules that code may import, and its strings.
-
-    Modules are dotted names, each with an attribute if one is imported (`specexp.api.load`);
-    relative ones begin with dots. Attributes of specexp's packages count as imports
-    (`measure.costs.measure`), as packages may import them when they are first used. What stands
-    under `if TYPE_CHECKING` never runs.
-    """
-    names: dict[str, None] = {}
-    bound: dict[str, str] = {}  # what names in the code stand for
-    strings: set[str] = set()
-    nodes = list(_running(code))
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                names[alias.name] = None
-                top = alias.name.partition(".")[0]
-                bound[alias.asname or top] = alias.name if alias.asname else top
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (f"{node.module}." if node.module else "")
-            for alias in node.names:
-                names[base + alias.name] = None
-                bound[alias.asname or alias.name] = base + alias.name
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            if ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
-                names[str(node.args[0].value)] = None
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            strings.add(node.value)
-    for node in nodes:
-        first, *rest = _dotted(node)
-        if rest and (module := bound.get(first, "")).partition(".")[0] == NAME:
-            names[".".join([module, *rest])] = None
-    return tuple(names), frozenset(strings)
+def texts_in(value: Any) -> list[str]:
+    """The texts that a parameter's value is or holds."""
+    return [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]
 
 
-def _dotted(node: ast.AST) -> list[str]:
-    """The parts of `a.b.c`; an empty one for other code."""
-    if isinstance(node, ast.Attribute):
-        return [*_dotted(node.value), node.attr]
-    return [node.id] if isinstance(node, ast.Name) else [""]
-
-
-def unfolded(name: str) -> list[str]:
-    """The modules that an import names; for specexp or an attribute of it, those behind its public
-    names, which it imports when one is first used."""
-    top, _, rest = name.partition(".")
-    if top != NAME or "." in rest or len(list(_files(name, PACKAGE.parent))) > 1:
-        return [name]
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    homes = {
-        alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(NAME)
-        for alias in node.names
-    }
-    return [homes[rest]] if rest in homes else list(homes.values()) or [name]
+# --- 1. what a file's code names -----------------------------------------------------------------
 
 
 def source_of(path: Path) -> Source:
@@ -162,83 +111,87 @@ def _source(path: Path, size: int, changed_ns: int) -> Source:
     return Source(digest)
 
 
-class _Roots:
-    """Where modules are looked up: specexp, the notebook's folder, and where else Python finds
-    them, for code of one's own (on PYTHONPATH, or installed as editable) and for `others`: modules
-    that are named by parameters."""
+def read(code: ast.AST) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The modules that code may import, and its strings.
 
-    def __init__(self, folder: Path, others: Set[str]) -> None:
-        self.folder, self.others = folder, others
-        self.tops = {name.partition(".")[0] for name in others}
-        self.roots: dict[str, Path] = {}
-
-    def root(self, top: str) -> Path:
-        """The folder from which a module is imported; the notebook's if it does not count."""
-        if top not in self.roots:
-            self.roots[top] = self.folder
-            if top not in sys.stdlib_module_names and not list(_files(top, self.folder)):
-                with suppress(ImportError, ValueError):
-                    spec = importlib.util.find_spec(top)
-                    file = Path(spec.origin) if spec and spec.origin else None
-                    if spec and file and (top in self.tops or not PACKAGED & {*file.parts}):
-                        self.roots[top] = file.parents[bool(spec.parent)]
-        return self.roots[top]
-
-    def files(self, name: str) -> Iterator[Path]:
-        """The files that importing a module runs and that count: its own and its packages'."""
-        top = name.partition(".")[0]
-        if top != NAME:
-            yield from _files(name, self.root(top))
-            return
-        for path in _files(name, PACKAGE.parent):
-            if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in ROOMS:
-                yield path
-
-    def home(self, path: Path) -> Path:
-        """The folder from which this file is imported."""
-        if path.is_relative_to(PACKAGE):
-            return PACKAGE.parent
-        folders = (f for f in (self.folder, *self.roots.values()) if path.is_relative_to(f))
-        return max(folders, key=lambda folder: len(folder.parts))
-
-    def name(self, path: Path) -> str:
-        home = self.home(path)
-        mark = "" if home in (PACKAGE.parent, self.folder) else ELSEWHERE
-        return path.relative_to(home).as_posix() + mark
+    Modules are dotted names, each with an attribute if one is imported (`specexp.api.load`);
+    relative ones begin with dots. Attributes of specexp's packages count as modules
+    (`measure.costs.measure`), as packages may import them when they are first used. What stands
+    under `if TYPE_CHECKING` never runs.
+    """
+    modules: dict[str, None] = {}
+    meaning: dict[str, str] = {}  # of names that imports bind: `t` -> `specexp.theory`
+    strings: set[str] = set()
+    nodes = list(_running(code))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                modules[alias.name] = None
+                top = alias.name.partition(".")[0]
+                meaning[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (f"{node.module}." if node.module else "")
+            for alias in node.names:
+                modules[base + alias.name] = None
+                meaning[alias.asname or alias.name] = base + alias.name
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+                modules[str(node.args[0].value)] = None
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.add(node.value)
+    for node in nodes:
+        first, *rest = _dotted(node)
+        if rest and (module := meaning.get(first, "")).partition(".")[0] == NAME:
+            modules[".".join([module, *rest])] = None
+    return tuple(modules), frozenset(strings)
 
 
-def _follow(names: Iterable[str], roots: _Roots) -> dict[Path, Source]:
-    """Every file that importing these modules may import."""
-    sources: dict[Path, Source] = {}
-    todo, seen = list(names), set[str]()
+def _running(code: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below, outer ones first, but those under `if TYPE_CHECKING`."""
+    todo = deque([code])
     while todo:
-        name = todo.pop()
-        if name in seen:
+        yield (node := todo.popleft())
+        unused = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        todo += node.orelse if isinstance(node, ast.If) and unused else ast.iter_child_nodes(node)
+
+
+def _dotted(node: ast.AST) -> list[str]:
+    """The parts of `a.b.c`; an empty one for other code."""
+    if isinstance(node, ast.Attribute):
+        return [*_dotted(node.value), node.attr]
+    return [node.id] if isinstance(node, ast.Name) else [""]
+
+
+# --- 2. from modules to files --------------------------------------------------------------------
+
+
+def _follow(modules: Iterable[str], finder: "_Finder") -> dict[Path, Source]:
+    """Every file that importing these modules may run."""
+    found: dict[Path, Source] = {}
+    todo, seen = list(modules), set[str]()
+    while todo:
+        module = todo.pop()
+        if module in seen:
             continue
-        seen.add(name)
-        todo += unfolded(name)
-        for path in roots.files(name):
-            if path not in sources:
-                sources[path] = source = source_of(path)
-                if path == PACKAGE / "__init__.py":
-                    continue  # it imports nothing before a public name is used (`unfolded`)
-                package = path.parent.relative_to(roots.home(path)).parts
-                modules = [_absolute(name, package) for name in source.imports]
-                modules += filter(_MODULE.fullmatch, source.strings)
-                if path.is_relative_to(PACKAGE / "fast"):  # kernels name all that they speed up
-                    modules = [name for name in modules if not name.startswith(_DRAFTERS)]
-                todo += modules
-    return sources
+        seen.add(module)
+        todo += behind_public_names(module)
+        for path in finder.files(module):
+            if path not in found:
+                found[path] = source_of(path)
+                todo += _imported_by(path, found[path], finder)
+    return found
 
 
-def _files(name: str, folder: Path) -> Iterator[Path]:
-    """The files that importing a module from a folder runs; none of a module that is not there."""
-    for part in name.split("."):
-        folder /= part
-        if (path := folder / "__init__.py").is_file() or (path := Path(f"{folder}.py")).is_file():
-            yield path
-        elif not folder.is_dir():
-            return
+def _imported_by(path: Path, source: Source, finder: "_Finder") -> list[str]:
+    """The modules that a file may import, by absolute names; some of specexp's stand in strings."""
+    if path == PACKAGE / "__init__.py":
+        return []  # it imports when a public name is used (`behind_public_names`)
+    package = path.parent.relative_to(finder.root_of(path)).parts
+    modules = [_absolute(name, package) for name in source.modules]
+    modules += filter(_MODULE.fullmatch, source.strings)
+    if path.is_relative_to(PACKAGE / "fast"):  # kernels name all that they speed up
+        return [module for module in modules if not module.startswith(_DRAFTERS)]
+    return modules
 
 
 def _absolute(name: str, package: tuple[str, ...]) -> str:
@@ -248,12 +201,80 @@ def _absolute(name: str, package: tuple[str, ...]) -> str:
     return ".".join([*package[: len(package) + 1 - level], bare]) if level else name
 
 
-def _running(code: ast.AST) -> Iterator[ast.AST]:
-    todo = deque([code])
-    while todo:
-        yield (node := todo.popleft())
-        unused = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        todo += node.orelse if isinstance(node, ast.If) and unused else ast.iter_child_nodes(node)
+def behind_public_names(module: str) -> list[str]:
+    """For specexp, the modules behind its public names, which it imports when one is first used;
+    for an attribute of it, the module behind that one; any other module itself."""
+    top, _, rest = module.partition(".")
+    if top != NAME or "." in rest or len(list(_files(module, PACKAGE.parent))) > 1:
+        return [module]
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    homes = {
+        alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(NAME)
+        for alias in node.names
+    }
+    return [homes[rest]] if rest in homes else list(homes.values()) or [module]
+
+
+class _Finder:
+    """Finds the files of modules that count: of specexp, beside the notebook, and where else Python
+    finds code of one's own (on PYTHONPATH, or installed as editable). Installed packages count only
+    if they are `named` by parameters."""
+
+    def __init__(self, folder: Path, named: Set[str]) -> None:
+        self.folder, self.named = folder, named
+        self._roots: dict[str, Path] = {}  # the folder from which a top-level module is imported
+
+    def files(self, module: str) -> Iterator[Path]:
+        """The files that importing a module runs and that count: its own and its packages'."""
+        top = module.partition(".")[0]
+        if top != NAME:
+            yield from _files(module, self._root(top))
+            return
+        for path in _files(module, PACKAGE.parent):
+            if path.parent == PACKAGE or path.relative_to(PACKAGE).parts[0] in ROOMS:
+                yield path
+
+    def root_of(self, path: Path) -> Path:
+        """The folder from which this file is imported."""
+        if path.is_relative_to(PACKAGE):
+            return PACKAGE.parent
+        roots = (f for f in (self.folder, *self._roots.values()) if path.is_relative_to(f))
+        return max(roots, key=lambda root: len(root.parts))
+
+    def name(self, path: Path) -> str:
+        """A file's name in a key."""
+        root = self.root_of(path)
+        mark = "" if root in (PACKAGE.parent, self.folder) else ELSEWHERE
+        return path.relative_to(root).as_posix() + mark
+
+    def _root(self, top: str) -> Path:
+        """The folder from which a top-level module is imported; the notebook's, where it has no
+        files, if it does not count."""
+        if top not in self._roots:
+            self._roots[top] = self.folder
+            if top not in sys.stdlib_module_names and not any(_files(top, self.folder)):
+                with suppress(ImportError, ValueError):
+                    spec = importlib.util.find_spec(top)
+                    file = Path(spec.origin) if spec and spec.origin else None
+                    named = top in {module.partition(".")[0] for module in self.named}
+                    if spec and file and (named or not _INSTALLED & {*file.parts}):
+                        self._roots[top] = file.parents[bool(spec.parent)]  # above a package's
+        return self._roots[top]
+
+
+def _files(module: str, folder: Path) -> Iterator[Path]:
+    """The files that importing a module from a folder runs; none of a module that is not there."""
+    for part in module.split("."):
+        folder /= part
+        if (path := folder / "__init__.py").is_file() or (path := Path(f"{folder}.py")).is_file():
+            yield path
+        elif not folder.is_dir():
+            return
+
+
+# --- 3. drafters by their names ------------------------------------------------------------------
 
 
 def _drafters(texts: Iterable[str]) -> set[str]:
@@ -263,15 +284,12 @@ def _drafters(texts: Iterable[str]) -> set[str]:
     return {f"{_DRAFTERS}{name}" for name in named}
 
 
-def _naming(sources: Mapping[Path, Source]) -> set[str]:
-    """The strings of the files that may name a drafter: beside the notebook, and harnesses."""
-    homes = [PACKAGE / room for room in NAMING]
-    return {
-        string
-        for path, source in sources.items()
-        if not path.is_relative_to(PACKAGE) or any(map(path.is_relative_to, homes))
-        for string in source.strings
-    }
+def _strings_that_may_name_drafters(found: Mapping[Path, Source]) -> Iterator[str]:
+    """The strings of code of one's own, and of specexp's rooms that run drafters by name."""
+    rooms = [PACKAGE / room for room in NAMING]
+    for path, source in found.items():
+        if not path.is_relative_to(PACKAGE) or any(map(path.is_relative_to, rooms)):
+            yield from source.strings
 
 
 @cache
@@ -279,8 +297,3 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
     points = importlib.metadata.entry_points()
     groups = (points.select(group=f"{NAME}.{what}") for what in ("drafters", "rules", "policies"))
     return [point for group in groups for point in group]
-
-
-def texts_in(value: Any) -> list[str]:
-    """The texts that a parameter's value is or holds."""
-    return [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, str)]

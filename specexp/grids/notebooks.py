@@ -97,7 +97,7 @@ def modules_of(paths: Iterable[Path]) -> tuple[str, ...]:
     """The modules that notebooks may import, with what stands behind specexp's public names."""
     codes = (_code(source for source, _ in _cells(path)[0])[0] for path in paths)
     names = (name for code in codes for name in imports.read(code)[0])
-    full = (part for name in names if name[0] != "." for part in imports.unfolded(name))
+    full = (part for name in names if name[0] != "." for part in imports.behind_public_names(name))
     return tuple(dict.fromkeys(full))
 
 
