@@ -131,7 +131,7 @@ def _run(
         watchdog.cancel()
     code = (cell for cell in ran.cells if cell.cell_type == "code")
     own = (cell.source for cell in code if notebooks.INJECTED not in cell.metadata.get("tags", []))
-    if notebooks.digest_of(own)[:16] != point.around.parts["notebook"]:
+    if notebooks.digest_of(own)[:16] != point.identity.parts["notebook"]:
         raise Failure("invalid-result", "the notebook changed before it ran: run the grid again")
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,27 +47,36 @@ def digest(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """`parts`: all of a point's identity except its parameters; `models`: the folders and hub ids,
-    and `data`: the other files and folders, that two of them are the digests of."""
+class Identity:
+    """`parts`: digests or words, by the names of what the result depends on; `models`: the folders
+    and hub ids, and `data`: the files and folders, that the parts of these names are digests of."""
 
     parts: dict[str, str]
     models: tuple[str, ...] = ()
     data: tuple[Path, ...] = ()
 
+    @property
+    def key(self) -> str:
+        """The digest of them all: a point's `run_key`."""
+        return digest(self.parts)
 
-def surroundings(
+    def with_params(self, params: Mapping[str, Any]) -> Identity:
+        """That of a point that differs in these parameters alone, and in no file that they name."""
+        return replace(self, parts=self.parts | {"params": digest(params)})
+
+
+def identity_of(
     params: Mapping[str, Any], notebook: notebooks.Notebook, known: Known, together: bool
-) -> Around:
-    """What is around a point of this notebook; paths are relative to the working directory.
+) -> Identity:
+    """The identity of a point of this notebook; paths are relative to the working directory.
     `together`: timed points may run side by side. Raises UserError for a missing model."""
     own = {t for n in params if n not in PARAMETERS for t in imports.texts_in(params[n])}
     folders = (os.path.abspath(t) for t in own if os.path.isfile(f"{t}/config.json"))
     models = tuple(sorted({*feasible.sources(params, known), *folders}))
     named = map(Path, filter(os.path.isfile, sorted(own)))
     data = tuple(path.resolve() for path in (*_data_files(params), *named))
-    files, device = files_of(params, notebook, known), params.get("device", "auto")
-    return Around(_parts(files, notebook, models, data, device, together, known), models, data)
+    parts = _parts(params, notebook, models, data, together, known)
+    return Identity(parts, models, data)
 
 
 def files_of(
@@ -123,9 +132,10 @@ def facts_of_model(source: str) -> Answer:
 
 
 def _parts(
-    files: Mapping[str, str], notebook: notebooks.Notebook, models: Iterable[str],
-    data: Sequence[Path], device: str, together: bool, known: Known,
+    params: Mapping[str, Any], notebook: notebooks.Notebook, models: Iterable[str],
+    data: Sequence[Path], together: bool, known: Known,
 ) -> dict[str, str]:  # fmt: skip
+    files, device = files_of(params, notebook, known), params.get("device", "auto")
     asked = f"{FACTS}machine", device, notebook.timed, ENGINE in files
     parts: dict[str, str] = {**known.lasting(*asked)}
     if known.waits and parts.get("kernels") == UNCOMPILED:
@@ -133,7 +143,7 @@ def _parts(
         parts = {**known.anew(*asked)}
     on_cpu = parts["device"] == "cpu"
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
-    parts["notebook"] = notebook.digest[:16]
+    parts |= {"params": digest(params), "notebook": notebook.digest[:16]}
     if notebook.timed:
         parts["processor"] = provenance.processor()  # quotas change without a trace in files
         parts["together"] = "yes" if together else "no"
@@ -147,12 +157,10 @@ def _parts(
 def changed(point: Point) -> str:
     """Which parts of a point's identity are others now than when its grid was loaded, in words;
     empty if none are."""
-    before = point.around
+    before = point.identity
     try:
-        notebook = notebooks.read(point.notebook)
-        files = files_of(point.params, notebook, known := Known())
-        device, together = point.params.get("device", "auto"), point.together
-        now = _parts(files, notebook, before.models, before.data, device, together, known)
+        read, together = notebooks.read(point.notebook), point.together
+        now = _parts(point.params, read, before.models, before.data, together, Known())
     except (UserError, OSError) as e:
         return first_line(e)
     return why_new(now, before.parts)

@@ -17,6 +17,7 @@ from typing import Any
 from specexp.errors import UserError, first_line, meant
 from specexp.grids import grid_file, identity, paths, yaml_lines
 from specexp.grids.grid_file import MAX_POINTS, Report, Sheet, listed, norm, norms
+from specexp.grids.identity import Identity
 from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
@@ -31,8 +32,8 @@ MANY = 1_000  # more points than this need a confirmation
 class Point:
     """One notebook run. `name`: what tells it from the grid's others; `file`: that of the grid;
     `params`: every parameter, defaults included; `varying`: the names of those that the grid
-    varies; `around`: the rest of its identity; `timed`: it measures time, so no other point should
-    run beside it; `others`: other grids, loaded with this one, that have the same point."""
+    varies; `run_key`: its `identity` as one digest; `timed`: it measures time, so no other point
+    should run beside it; `others`: other grids, loaded with this one, that have the same point."""
 
     name: str
     file: Path
@@ -41,7 +42,7 @@ class Point:
     params: dict[str, Any] = field(hash=False)
     varying: tuple[str, ...]
     timeout_s: float
-    around: identity.Around = field(hash=False)
+    identity: Identity = field(hash=False)
     run_key: str
     timed: bool = True
     others: tuple[str, ...] = ()
@@ -60,14 +61,9 @@ class Point:
         return f"{self.notebook.stem} {values}".strip()
 
     @property
-    def identity(self) -> dict[str, str]:
-        """Digests of what the result depends on; `run_key` is the digest of them all."""
-        return {"params": identity.digest(self.params), **self.around.parts}
-
-    @property
     def together(self) -> bool:
         """Whether points run beside it although it measures time."""
-        return self.around.parts.get("together") == "yes"
+        return self.identity.parts.get("together") == "yes"
 
     @property
     def alone(self) -> bool:
@@ -119,17 +115,17 @@ def _points(
     file, folder = sheet.path.parent.resolve() / sheet.path.name, sheet.path.resolve().parent
     among = {name: sheet.values(name) for name in varying}
     wrong: dict[str, set[int]] = {}  # the problems, each with the lines of the values to change
-    good: dict[str, identity.Around] = {}  # of points that differ in nothing but their seeds
+    good: dict[str, Identity] = {}  # of points that differ in nothing but their seeds
     for written, entry in sheet.combinations():
         with contextlib.chdir(path.parent):  # where its kernel will run
             params, problems = _moved(sheet, folder, written, entry)
             seed = {name: params[name] for name in params.keys() & {"seed"}}
             rest = repr(params | {"seed": None})
-            around = None if problems else good.get(rest)
-            if around:
+            found = None if problems else good.get(rest)
+            if found:
                 problems = [*parameters.problems_of_values(seed)]
             elif not problems:
-                problems, around = _judged(sheet, params, known, together, checked)
+                problems, found = _judged(sheet, params, known, together, checked)
                 for i, problem in enumerate(problems):
                     what = paths.as_written(problem.what, params, path.parent, folder)
                     problems[i] = replace(problem, what=what)
@@ -137,13 +133,12 @@ def _points(
             lines_of = (sheet.where(name, written, entry) for name in problem.names)
             line = next(filter(None, lines_of), sheet.line)
             wrong.setdefault(problem.what, set()).add(line)
-        if not around:
+        if not found:
             continue
-        good[rest] = around
+        good[rest] = found = found.with_params(params)
         if not wrong:
-            key = identity.digest({"params": identity.digest(params), **around.parts})
             name = mlflow_view.run_name(written, varying, among) or path.stem
-            yield Point(name, file, path, experiment, params, varying, timeout, around, key,
+            yield Point(name, file, path, experiment, params, varying, timeout, found, found.key,
                         sheet.notebook.timed)  # fmt: skip
     for what, numbers in wrong.items():
         for line in numbers:
@@ -261,14 +256,14 @@ def _moved(
 
 def _judged(
     sheet: Sheet, params: dict[str, Any], known: Known, together: bool, checked: bool
-) -> tuple[list[Problem], identity.Around | None]:
+) -> tuple[list[Problem], Identity | None]:
     """The problems of a point, those with its models only if it is to be `checked`; if there are
-    none, what is around it."""
+    none, its identity."""
     try:
         identity.files_of(params, sheet.notebook, known)
         if checked and (problems := parameters.problems_of(params, None, known)):
             return problems, None
-        return [], identity.surroundings(params, sheet.notebook, known, together)
+        return [], identity.identity_of(params, sheet.notebook, known, together)
     except (UserError, OSError) as e:
         named = [name for name in params if name in parameters.PARAMETERS]
         what = first_line(e)

@@ -188,7 +188,7 @@ def reasons_to_run(points: Iterable[Point]) -> dict[str, str]:
     """run_key -> why a point without a result does not use the one that another key has: which
     parts of its identity changed. Points that never ran are left out."""
     missing = [p for p in points if not results.result_of(p.run_key).exists()]
-    waiting = {(p.notebook.name, p.identity["params"]): p for p in missing}
+    waiting = {(p.notebook.name, p.identity.parts["params"]): p for p in missing}
     reasons: dict[str, tuple[int, str]] = {}
     for path in (results.root() / "results").glob(f"*/{results.POINT}") if waiting else ():
         record = results.read(path)
@@ -196,7 +196,7 @@ def reasons_to_run(points: Iterable[Point]) -> dict[str, str]:
         named = record.get("tags", {}).get("notebook", ""), before.get("params", "")
         if point := waiting.get(named):
             ended = int(results.read(path.parent / results.TAGS).get("ended") or 0)
-            reason = ended, identity.why_new(point.identity, before)
+            reason = ended, identity.why_new(point.identity.parts, before)
             reasons[point.run_key] = max(reason, reasons.get(point.run_key, reason))
     return {key: reason for key, (_, reason) in reasons.items()}
 

@@ -392,7 +392,7 @@ def _signals(work: Work) -> Iterator[None]:
 def _write_point(point: Point, attempt: Path) -> None:
     record = {
         "experiment": point.experiment, "params": point.params, "tags": tags_of(point),
-        "identity": point.identity,
+        "identity": point.identity.parts,
     }  # fmt: skip
     (attempt / results.POINT).write_text(json.dumps(record, indent=1))
 

@@ -625,7 +625,7 @@ def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypa
     point, shipped = load(spec)
     assert point.params["prompts"] == f"{folder.name}/mine.jsonl"
     assert shipped.params["prompts"] == "all"
-    assert "data" in point.identity
+    assert "data" in point.identity.parts
     (folder.parent / "own").mkdir()
     (folder.parent / "own" / "beside.jsonl").write_text(question)
     monkeypatch.chdir(folder.parent)
@@ -690,8 +690,8 @@ def test_notebooks_of_two_folders_read_their_own_relative_files(tmp_path):
         files.append(tmp_path / name / "grids" / "g.yaml")
         files[-1].write_text("notebook: ../asks.ipynb\n")
     [one], [two] = (grid.load([file]) for file in files)
-    keys = one.identity.keys() | two.identity.keys()
-    assert [name for name in keys if one.identity[name] != two.identity[name]] == ["data"]
+    before, after = one.identity.parts, two.identity.parts
+    assert [n for n in before.keys() | after.keys() if before[n] != after[n]] == ["data"]
     assert [p.run_key for p in grid.load(files)] == [one.run_key, two.run_key]
     (tmp_path / "two" / "mine.jsonl").unlink()
     with pytest.raises(UserError, match=r"two/grids/g\.yaml:.*mine\.jsonl"):

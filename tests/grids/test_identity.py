@@ -114,7 +114,7 @@ def test_kernels_are_in_the_keys_of_their_device(package, monkeypatch):
     monkeypatch.setattr(feasible, "sources", lambda *_: [])
 
     def key() -> dict[str, str]:
-        return identity.surroundings(params, notebook, Known(), together=False).parts
+        return identity.identity_of(params, notebook, Known(), together=False).parts
 
     before = key()
     edit(package / "fast" / "cpu" / "passes.cpp")
@@ -266,9 +266,9 @@ def load(file: Path, **spec) -> grid.Point:
 
 def test_key_is_the_digest_of_the_identity(points):
     [point] = points(x=[1])
-    assert point.run_key == identity.digest(point.identity)
+    assert point.run_key == identity.digest(point.identity.parts)
     parts = {"params", "notebook", "specexp/__init__.py", *identity.SHOWN} - {"kernels"}
-    assert set(point.identity) == parts
+    assert set(point.identity.parts) == parts
 
 
 def test_only_a_plan_that_will_run_waits_for_a_compiler(tmp_path, monkeypatch):
@@ -281,13 +281,13 @@ def test_only_a_plan_that_will_run_waits_for_a_compiler(tmp_path, monkeypatch):
     file = tmp_path / "own.yaml"
     file.write_text(yaml.safe_dump({"notebook": str(ACCEPTANCE), "fixed": {"device": "cpu"}}))
     [plan] = grid.load([file], checked=False, kept=True, waits=False)
-    assert plan.identity["kernels"] == identity.UNCOMPILED
+    assert plan.identity.parts["kernels"] == identity.UNCOMPILED
     assert not called.exists()
     [point] = grid.load([file], checked=False, kept=True)
     assert called.exists()
-    assert point.identity["kernels"] == "does not compile: torch's operations"
-    assert changes(point.identity, plan.identity) == {"kernels"}
-    assert identity.why_new(plan.identity, point.identity) == identity.UNSURE
+    assert point.identity.parts["kernels"] == "does not compile: torch's operations"
+    assert changes(point.identity.parts, plan.identity.parts) == {"kernels"}
+    assert identity.why_new(plan.identity.parts, point.identity.parts) == identity.UNSURE
     [again] = grid.load([file], checked=False, kept=True, waits=False)
     assert again == point, "what was compiled is known"
     build._loaded.cache_clear()
@@ -309,7 +309,7 @@ def test_saving_or_running_a_notebook_keeps_the_key(tmp_path):
     saved["cells"][-1]["source"] += "\nprint(1)"
     own.write_text(json.dumps(saved))
     after = load(file, notebook="own.ipynb")
-    assert changes(before.identity, after.identity) == {"notebook"}
+    assert changes(before.identity.parts, after.identity.parts) == {"notebook"}
 
 
 class Case:
@@ -434,7 +434,7 @@ def test_whatever_decides_tokens_changes_the_key_and_fails_a_point_meanwhile(cas
     assert case.point().run_key == before.run_key
     assert identity.changed(before) == ""
     change(case)
-    assert changes(before.identity, case.point().identity) == parts
+    assert changes(before.identity.parts, case.point().identity.parts) == parts
     assert all(part in identity.changed(before) for part in parts)
 
 
@@ -444,16 +444,16 @@ def test_what_decides_time_alone_changes_the_keys_of_timed_points(case, what):
     case.timed(True)
     timed = case.point()
     TIME[what](case)
-    assert changes(timed.identity, case.point().identity) == {what}
+    assert changes(timed.identity.parts, case.point().identity.parts) == {what}
     case.timed(False)
     assert case.point().run_key == untimed.run_key
 
 
 def test_device_changes_the_key(case):
-    before = case.point().identity
+    before = case.point().identity.parts
     assert before["device"] == "cpu"
     case.fact(provenance, "device_class", "Some GPU")
-    changed = changes(before, case.point().identity)
+    changed = changes(before, case.point().identity.parts)
     others = {name for name in changed if not name.startswith(imports.OF_GPU)}
     assert others == {"device", "instructions", "kernels"}
 
@@ -558,8 +558,8 @@ def test_library_digest_ignores_what_editors_leave(tmp_path, monkeypatch):
 )
 def test_status_says_why_a_point_is_new(store, points, before, reason):
     done, never = points(x=[1, 2])
-    reason = reason.replace("VERSIONS", done.identity["versions"])
-    record = {"tags": {"notebook": done.notebook.name}, "identity": done.identity | before}
+    reason = reason.replace("VERSIONS", done.identity.parts["versions"])
+    record = {"tags": {"notebook": done.notebook.name}, "identity": done.identity.parts | before}
     earlier = store / "results" / "0123456789abcdef"
     earlier.mkdir(parents=True)
     (earlier / results.POINT).write_text(json.dumps(record))

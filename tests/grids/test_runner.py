@@ -307,7 +307,7 @@ def test_output_notebook_can_be_run_again(store, points, tmp_path):
     shutil.copy(store / "results" / point.run_key / "notebook.ipynb", tmp_path / "own.ipynb")
     (grids / "own.yaml").write_text("notebook: ../own.ipynb\ngrid: {x: [3]}\n")
     [again] = grid.load([grids / "own.yaml"])
-    assert again.around.parts["notebook"] == point.around.parts["notebook"]
+    assert again.identity.parts["notebook"] == point.identity.parts["notebook"]
     assert go([again])[0] == 0
 
 

@@ -222,7 +222,7 @@ def test_result_key_tells_int8_from_plain(tiny_folders):
     target, draft = tiny_folders
     notebook = Notebook(Path("own.ipynb"), {}, frozenset(), "a" * 64)
     of = [
-        identity.surroundings({"target": t, "drafter": d}, notebook, Known(), False).parts
+        identity.identity_of({"target": t, "drafter": d}, notebook, Known(), False).parts
         for t, d in ((target, draft), (target, small(draft)), (small(target), draft))
     ]
     assert len({parts["models"] for parts in of}) == 3

@@ -113,7 +113,7 @@ def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
 
 def _others(point: Point) -> str:
     """What differs from the machine that the point's key names, on which it was loaded."""
-    parts, device = point.around.parts, point.params.get("device", "auto")
+    parts, device = point.identity.parts, point.params.get("device", "auto")
     torch.set_num_threads(int(parts["threads"]))
     here = provenance.machine(device, point.timed)
     here |= {"kernels": provenance.kernels(device)} if "kernels" in parts else {}
@@ -290,7 +290,7 @@ class OnRay:
         """The CPUs and GPUs that a point asks Ray for."""
         gpus = int(self._gpus and _device(point).startswith(("cuda", "auto")))
         fit = [cpus for cpus, there in self._nodes if there >= gpus]
-        most, threads = max([1, *fit]), float(point.around.parts["threads"])
+        most, threads = max([1, *fit]), float(point.identity.parts["threads"])
         return {"num_cpus": most if point.alone else min(most, threads), "num_gpus": gpus}
 
     def alone(self) -> contextlib.AbstractContextManager[bool]:
