@@ -106,9 +106,9 @@ def status(
 
     points = _points(files, only, yes, together, checked=False)
     console.print(progress.status(points))
-    lines = progress.changed(points)
+    lines = progress.explain_reruns(points)
     try:
-        lines += presence.find_gaps(progress.named(points)).lines("`specexp grid run`")
+        lines += presence.find_gaps(progress.shown_as(points)).lines("`specexp grid run`")
     except (runs.StoreUnreachable, runs.StoreCorrupt) as e:
         lines.append(f"MLflow cannot be read now: {e}")
     for line in lines:

@@ -28,7 +28,7 @@ from specexp.errors import ran_out
 from specexp.grids import notebooks, paths
 from specexp.grids.kernels import NoForkServer, Worker
 from specexp.grids.points import Point
-from specexp.grids.progress import REMOVED, Failure, of_error
+from specexp.grids.progress import REMOVED, Failure, failure_of
 from specexp.terminal import harmless
 from specexp.tracking import mlflow_view, redact, results
 
@@ -125,7 +125,7 @@ def _run(
         if isinstance(e, DeadKernelError):
             raise Failure("kernel-died", _death(worker.ended) or str(e)) from e
         if isinstance(e, OSError) and e.errno:  # not the notebook's: papermill wraps those
-            raise of_error(e, folder) from e
+            raise failure_of(e, folder) from e
         raise Failure("error", f"{type(e).__name__}: {e}") from e
     finally:
         watchdog.cancel()

@@ -1,6 +1,6 @@
 """A grid file, parsed and checked: each mistake with its line and the nearest valid name.
 
-A `Sheet` knows which points its file means and the line of each value. It does not know what the
+A `Grid` knows which points its file means and the line of each value. It does not know what the
 values mean to models (`grid`).
 """
 
@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class Grid:
     """A grid file whose values all fit their parameters.
 
     `base`: every parameter of the notebook, at its fixed or default value; `axes`: those of `grid`,
@@ -111,11 +111,11 @@ class Sheet:
         if index is not None and name in self.include[index]:
             return self.document.line("include", index, name)
         if name in self.axes and index is None:
-            return self.lines[name][norm(params[name])]
+            return self.lines[name][canonical(params[name])]
         return self.document.line("fixed", name) if self.document.has("fixed", name) else None
 
 
-def read(path: Path, report: Report) -> Sheet | None:
+def read(path: Path, report: Report) -> Grid | None:
     """Read a grid file. Problems go to the report; with any, returns None."""
     before = len(report.problems)
     try:
@@ -136,17 +136,17 @@ def read(path: Path, report: Report) -> Sheet | None:
             wrong(f"{kind}: a grid file is a mapping with the keys {', '.join(KEYS)}")
         return None
     _check_texts(spec, wrong)
-    shaped = _shaped(spec, wrong)
+    sections = _well_formed(spec, wrong)
     try:
         notebook = notebooks.read(_find(path, spec.get("notebook")))
     except UserError as e:
         for problem in str(e).splitlines():
             wrong(problem, "notebook")
         return None
-    sheet = _fitted(path, document, notebook, shaped, wrong)
+    grid = _with_checked_values(path, document, notebook, sections, wrong)
     if len(report.problems) == before:
-        _check_points(sheet, wrong)
-    return sheet if len(report.problems) == before else None
+        _check_points(grid, wrong)
+    return grid if len(report.problems) == before else None
 
 
 def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
@@ -158,7 +158,7 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
         wrong(f"unknown key {name!r:.60}{hint}", name)
     title = spec.get("experiment")
     fits = title is None or (isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title))
-    if not fits or notebooks.unfit(title or ""):
+    if not fits or notebooks.value_problem(title or ""):
         what = "experiment must be a name of up to 80 letters, digits, spaces, dots and dashes"
         wrong(what, "experiment")
     timeout = spec.get("timeout_s")
@@ -166,8 +166,9 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
         wrong("timeout_s must be a number of seconds above 0 and below 1.0e+9", "timeout_s")
 
 
-def _shaped(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
-    """The well-formed parts of `fixed`, `grid`, `include`, `exclude` and `seeds`."""
+def _well_formed(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
+    """`fixed`, `grid`, `include`, `exclude` and `seeds`, without what is no mapping or list where
+    one belongs."""
     good: dict[str, Any] = {"fixed": {}, "grid": {}, "include": [], "exclude": []}
     for name in ("fixed", "grid"):
         value = spec.get(name)
@@ -229,16 +230,16 @@ def _find(grid_file: Path, named: Any) -> Path:
     raise UserError(f"notebook {named!r:.80} does not exist or is not an .ipynb file{hint}")
 
 
-def _fitted(
-    path: Path, document: yaml_lines.Document, notebook: Notebook, shaped: dict[str, Any],
+def _with_checked_values(
+    path: Path, document: yaml_lines.Document, notebook: Notebook, sections: dict[str, Any],
     wrong: Wrong,
-) -> Sheet:  # fmt: skip
-    """Check every value against its parameter. The sheet is valid if no problem was reported."""
+) -> Grid:  # fmt: skip
+    """Check every value against its parameter. The grid is valid if no problem was reported."""
     parameters = notebook.parameters
-    entries = (shaped["fixed"], shaped["grid"], *shaped["include"], *shaped["exclude"])
+    entries = (sections["fixed"], sections["grid"], *sections["include"], *sections["exclude"])
     hints = len({name for entry in entries for name in entry} - parameters.keys()) <= MAX_PROBLEMS
 
-    def fitting(name: str, value: Any, *where: str | int) -> Any:
+    def checked(name: str, value: Any, *where: str | int) -> Any:
         """The coerced value, or the value itself if it has a problem, which is reported."""
         problem = _name_problem(parameters, name, hints) or parameters[name].problem(value)
         if problem:
@@ -246,42 +247,42 @@ def _fitted(
             wrong(f"{where[0]}.{shown(name)} {problem}{about}", *where)
         return value if problem else parameters[name].coerced(value)
 
-    fixed = {n: fitting(n, v, "fixed", n) for n, v in shaped["fixed"].items()}
+    fixed = {n: checked(n, v, "fixed", n) for n, v in sections["fixed"].items()}
     axes: dict[str, list[Any]] = {}
-    for name, values in shaped["grid"].items():
+    for name, values in sections["grid"].items():
         if problem := _name_problem(parameters, name, hints):
             wrong(f"grid.{shown(name)} {problem}", "grid", name)
         else:
-            axes[name] = [fitting(name, v, "grid", name, i) for i, v in enumerate(values)]
-    if "seeds" in shaped and _seeds_fit(shaped["seeds"], notebook, axes, wrong):
-        axes["seed"] = shaped["seeds"]
+            axes[name] = [checked(name, v, "grid", name, i) for i, v in enumerate(values)]
+    if "seeds" in sections and _are_seeds(sections["seeds"], notebook, axes, wrong):
+        axes["seed"] = sections["seeds"]
     lines: dict[str, dict[Any, int]] = {}
     for name, values in axes.items():
         where, lines[name] = _axis(document, name), {}
         for i, value in enumerate(values):
-            if first := lines[name].get(norm(value)):
+            if first := lines[name].get(canonical(value)):
                 what = f"{'.'.join(where)}: {shown(value)} appears twice"
                 wrong(f"{what}, first on line {first}", *where, i)
             else:
-                lines[name][norm(value)] = document.line(*where, i)
+                lines[name][canonical(value)] = document.line(*where, i)
         if name in fixed:
             first = document.line("fixed", name)
             wrong(f"{name} is both in `fixed` (line {first}) and in `{where[0]}`", *where)
     include, exclude = (
         {
-            i: {n: fitting(n, v, name, i, n) for n, v in entry.items()}
-            for i, entry in enumerate(shaped[name])
+            i: {n: checked(n, v, name, i, n) for n, v in entry.items()}
+            for i, entry in enumerate(sections[name])
         }
         for name in ("include", "exclude")
     )
     base = {name: p.default for name, p in parameters.items()} | fixed
     product = bool(axes) or not include
-    return Sheet(
+    return Grid(
         path, document, notebook, base, axes, include, list(exclude.values()), product, lines
     )
 
 
-def _seeds_fit(
+def _are_seeds(
     seeds: list[Any], notebook: Notebook, axes: dict[str, list[Any]], wrong: Wrong
 ) -> bool:
     parameter = notebook.parameters.get("seed")
@@ -300,48 +301,48 @@ def _seeds_fit(
     return False
 
 
-def _check_points(sheet: Sheet, wrong: Wrong) -> None:
+def _check_points(grid: Grid, wrong: Wrong) -> None:
     """Check the values together: unread axes, `exclude` and `include`."""
-    for name in sheet.varying:
-        if sheet.notebook.reads is not None and name not in sheet.notebook.reads:
-            entry = next((i for i, entry in sheet.include.items() if name in entry), 0)
-            on_axis = name in sheet.axes
+    for name in grid.varying:
+        if grid.notebook.reads is not None and name not in grid.notebook.reads:
+            entry = next((i for i, entry in grid.include.items() if name in entry), 0)
+            on_axis = name in grid.axes
             wrong(
-                f"{name} is read by no cell of {sheet.notebook.path.name}: its points would all be "
+                f"{name} is read by no cell of {grid.notebook.path.name}: its points would all be "
                 "the same experiment",
-                *(_axis(sheet.document, name) if on_axis else ("include", entry, name)),
+                *(_axis(grid.document, name) if on_axis else ("include", entry, name)),
             )
-    if sheet.exclude and not sheet.product:
+    if grid.exclude and not grid.product:
         wrong("exclude removes points of `grid` and `seeds`, and this file has neither", "exclude")
-    axes = {name: set(norms(values)) for name, values in sheet.axes.items()}
-    domains = {name: {norm(value)} for name, value in sheet.base.items()} | axes
-    _check_exclude(sheet, domains, wrong)
-    _check_include(sheet, domains, wrong)
+    axes = {name: set(map(canonical, values)) for name, values in grid.axes.items()}
+    domains = {name: {canonical(value)} for name, value in grid.base.items()} | axes
+    _check_exclude(grid, domains, wrong)
+    _check_include(grid, domains, wrong)
 
 
-def _check_exclude(sheet: Sheet, domains: dict[str, set[Any]], wrong: Wrong) -> None:
-    for i, entry in enumerate(sheet.exclude if sheet.product else []):
-        absent = [name for name, value in entry.items() if norm(value) not in domains[name]]
+def _check_exclude(grid: Grid, domains: dict[str, set[Any]], wrong: Wrong) -> None:
+    for i, entry in enumerate(grid.exclude if grid.product else []):
+        absent = [name for name, value in entry.items() if canonical(value) not in domains[name]]
         for name in absent[:1]:
-            only = listed(sheet.axes.get(name, [sheet.base[name]]))
+            only = listed(grid.axes.get(name, [grid.base[name]]))
             never = f"{name} is never {shown(entry[name])}; its values are {only}"
             wrong(f"exclude matches no point: {never}", "exclude", i, name)
-    if sheet.exclude and sheet.size <= MAX_POINTS and next(sheet.combinations(), None) is None:
+    if grid.exclude and grid.size <= MAX_POINTS and next(grid.combinations(), None) is None:
         wrong("exclude removes every point: nothing would run", "exclude")
 
 
-def _check_include(sheet: Sheet, domains: dict[str, set[Any]], wrong: Wrong) -> None:
+def _check_include(grid: Grid, domains: dict[str, set[Any]], wrong: Wrong) -> None:
     first: dict[Any, int] = {}
-    for i, entry in sheet.include.items():
-        params = sheet.base | entry
-        of_grid = sheet.product and all(norm(v) in domains[name] for name, v in params.items())
-        of_grid = of_grid and not any(_matches(params, e) for e in sheet.exclude)
-        earlier = first.setdefault(tuple(norms(params.values())), i)
+    for i, entry in grid.include.items():
+        params = grid.base | entry
+        of_grid = grid.product and all(canonical(v) in domains[name] for name, v in params.items())
+        of_grid = of_grid and not any(_matches(params, e) for e in grid.exclude)
+        earlier = first.setdefault(tuple(map(canonical, params.values())), i)
         if earlier != i:
-            line = sheet.document.line("include", earlier)
+            line = grid.document.line("include", earlier)
             wrong(f"include repeats the point of line {line}", "include", i)
         elif of_grid:
-            wrong(f"include repeats a point of the grid (line {sheet.line})", "include", i)
+            wrong(f"include repeats a point of the grid (line {grid.line})", "include", i)
 
 
 def _name_problem(parameters: dict[str, Parameter], name: str, hints: bool) -> str | None:
@@ -358,23 +359,19 @@ def _name_problem(parameters: dict[str, Parameter], name: str, hints: bool) -> s
 # --- values --------------------------------------------------------------------------------------
 
 
-def norm(value: Any) -> Any:
+def canonical(value: Any) -> Any:
     """A hashable key, equal for values that mean the same to an experiment."""
     if isinstance(value, list):
-        return tuple(map(norm, value))
+        return tuple(map(canonical, value))
     return (type(value), str(value)) if isinstance(value, bool | dict) else value
 
 
-def norms(values: Iterable[Any]) -> list[Any]:
-    return [norm(value) for value in values]
-
-
 def distinct(values: list[Any]) -> list[Any]:
-    return list({norm(value): value for value in reversed(values)}.values())[::-1]
+    return list({canonical(value): value for value in reversed(values)}.values())[::-1]
 
 
 def _matches(params: dict[str, Any], pattern: dict[str, Any]) -> bool:
-    return all(norm(params[name]) == norm(value) for name, value in pattern.items())
+    return all(canonical(params[name]) == canonical(value) for name, value in pattern.items())
 
 
 def _axis(document: yaml_lines.Document, name: str) -> tuple[str, ...]:

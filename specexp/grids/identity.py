@@ -154,9 +154,8 @@ def _parts(
     return parts
 
 
-def changed(point: Point) -> str:
-    """Which parts of a point's identity are others now than when its grid was loaded, in words;
-    empty if none are."""
+def changed_since(point: Point) -> str:
+    """Which parts of a point's identity changed since its grid was loaded, in words; "" if none."""
     before = point.identity
     try:
         read, together = notebooks.read(point.notebook), point.together

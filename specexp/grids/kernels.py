@@ -92,16 +92,16 @@ class Kernels:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """What a kernel's environment is made of this one: IPython finds no configuration."""
+        """A kernel's environment: `env`, but that IPython finds no configuration."""
         return {**env, **ALWAYS, "IPYTHONDIR": str(self.folder / "ipython")}
 
     def worker(self) -> contextlib.closing[Worker]:
-        """A worker, in which one thread runs points one after another."""
+        """A worker, for one thread that runs points one after another."""
         return contextlib.closing(Worker(self))
 
     def connect(self) -> tuple[Connection, subprocess.Popen[bytes]]:
-        """A connection to a new worker, which the returned fork server forks if it is alive. Raises
-        NoForkServer."""
+        """Ask the fork server for a new worker; returns the line to it, and that server. A dead one
+        answers nothing. Raises NoForkServer."""
         with self.lock:
             if self.gone:
                 raise NoForkServer(self.gone)

@@ -52,10 +52,10 @@ class Parameter:
         """What is wrong with a value for this parameter, or None."""
         if value is None:
             return None if self.optional else f"needs {self.kind.__name__}, not null"
-        if wrong := unfit(value) or _unlike(self.kind, value):
+        if wrong := value_problem(value) or _type_problem(self.kind, value):
             return wrong
         for item in value if isinstance(value, list) and self.items else ():
-            if wrong := _unlike(self.items or object, item, "a list of "):
+            if wrong := _type_problem(self.items or object, item, "a list of "):
                 return wrong
         return None
 
@@ -107,13 +107,13 @@ def digest_of(sources: Iterable[str]) -> str:
     return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
-def unfit(value: Any) -> str | None:
+def value_problem(value: Any) -> str | None:
     """Why a value cannot be a parameter of any type, or None."""
     if isinstance(value, list):
         for item in value:
             if not isinstance(item, int | float | str | bool):
                 return f"may hold only numbers and strings, not {type(item).__name__}"
-            if wrong := unfit(item):
+            if wrong := value_problem(item):
                 return wrong
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}; only finite numbers are allowed"
@@ -143,7 +143,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _unlike(kind: type, value: Any, a: str = "") -> str | None:
+def _type_problem(kind: type, value: Any, a: str = "") -> str | None:
     if type(value) is kind or (kind is float and type(value) is int):
         return None
     actual = f"{type(value).__name__} {value!r:.60}"
@@ -254,7 +254,7 @@ def _code(sources: Iterable[str]) -> tuple[ast.Module, str]:
     is not Python, the lines that are. And the rest: magics, and the cells that are not Python."""
     body, rest = list[ast.stmt](), list[str]()
     for source in sources:
-        plain = _MAGIC.sub(_imported, source)
+        plain = _MAGIC.sub(_as_import, source)
         rest += [line for _, line in _MAGIC.findall(source)]
         try:
             body += _parse(plain).body
@@ -266,7 +266,7 @@ def _code(sources: Iterable[str]) -> tuple[ast.Module, str]:
     return ast.Module(body, []), "\n".join(rest)
 
 
-def _imported(magic: re.Match[str]) -> str:
+def _as_import(magic: re.Match[str]) -> str:
     run = _RUN.match(magic[2])
     return magic[1] + (f"import {run[1].replace('/', '.')}" if run else "pass")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from specexp.errors import UserError, first_line, meant
 from specexp.grids import grid_file, identity, paths, yaml_lines
-from specexp.grids.grid_file import MAX_POINTS, Report, Sheet, listed, norm, norms
+from specexp.grids.grid_file import MAX_POINTS, Grid, Report, canonical, listed
 from specexp.grids.identity import Identity
 from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
@@ -87,17 +87,17 @@ def load(
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))
-    sheets = [sheet for path in report.files if (sheet := grid_file.read(path, report))]
+    grids = [grid for path in report.files if (grid := grid_file.read(path, report))]
     if not report.problems:
-        sheets = _narrowed(sheets, only, report)
+        grids = _filtered(grids, only, report)
     if not report.problems:
-        _ask(sheets, ask, report)
+        _ask(grids, ask, report)
     points: dict[str, Point] = {}
     known: dict[Path, Known] = defaultdict(lambda: Known(kept, waits))
-    if sum(sheet.size for sheet in sheets) <= MANY or not report.problems:
-        for sheet in sheets:
-            here = known[sheet.notebook.path.parent]  # relative paths start from there
-            for point in _points(sheet, here, together, checked, report):
+    if sum(grid.size for grid in grids) <= MANY or not report.problems:
+        for grid in grids:
+            here = known[grid.notebook.path.parent]  # relative paths start from there
+            for point in _points(grid, here, together, checked, report):
                 first = points.setdefault(point.run_key, point)
                 if point.grid not in first.grids:
                     points[point.run_key] = replace(first, others=(*first.others, point.grid))
@@ -106,32 +106,32 @@ def load(
 
 
 def _points(
-    sheet: Sheet, known: Known, together: bool, checked: bool, report: Report
+    grid: Grid, known: Known, together: bool, checked: bool, report: Report
 ) -> Iterator[Point]:
-    """The points of a sheet up to the first with a problem; all of them are checked."""
-    spec, path, varying = sheet.document.value, sheet.notebook.path, sheet.varying
+    """The points of a grid up to the first with a problem; all of them are checked."""
+    spec, path, varying = grid.document.value, grid.notebook.path, grid.varying
     experiment = spec.get("experiment") or path.stem
     timeout = float(spec.get("timeout_s") or TIMEOUT_S)
-    file, folder = sheet.path.parent.resolve() / sheet.path.name, sheet.path.resolve().parent
-    among = {name: sheet.values(name) for name in varying}
+    file, folder = grid.path.parent.resolve() / grid.path.name, grid.path.resolve().parent
+    among = {name: grid.values(name) for name in varying}
     wrong: dict[str, set[int]] = {}  # the problems, each with the lines of the values to change
     good: dict[str, Identity] = {}  # of points that differ in nothing but their seeds
-    for written, entry in sheet.combinations():
+    for written, entry in grid.combinations():
         with contextlib.chdir(path.parent):  # where its kernel will run
-            params, problems = _moved(sheet, folder, written, entry)
+            params, problems = _moved(grid, folder, written, entry)
             seed = {name: params[name] for name in params.keys() & {"seed"}}
             rest = repr(params | {"seed": None})
             found = None if problems else good.get(rest)
             if found:
                 problems = [*parameters.problems_of_values(seed)]
             elif not problems:
-                problems, found = _judged(sheet, params, known, together, checked)
+                problems, found = _checked(grid, params, known, together, checked)
                 for i, problem in enumerate(problems):
                     what = paths.as_written(problem.what, params, path.parent, folder)
                     problems[i] = replace(problem, what=what)
         for problem in problems:
-            lines_of = (sheet.where(name, written, entry) for name in problem.names)
-            line = next(filter(None, lines_of), sheet.line)
+            lines_of = (grid.where(name, written, entry) for name in problem.names)
+            line = next(filter(None, lines_of), grid.line)
             wrong.setdefault(problem.what, set()).add(line)
         if not found:
             continue
@@ -139,40 +139,40 @@ def _points(
         if not wrong:
             name = mlflow_view.run_name(written, varying, among) or path.stem
             yield Point(name, file, path, experiment, params, varying, timeout, found, found.key,
-                        sheet.notebook.timed)  # fmt: skip
+                        grid.notebook.timed)  # fmt: skip
     for what, numbers in wrong.items():
         for line in numbers:
-            report.add(sheet.path, line, what)
+            report.add(grid.path, line, what)
 
 
 # --- which, and how many -------------------------------------------------------------------------
 
 
-def _narrowed(sheets: list[Sheet], only: Sequence[str], report: Report) -> list[Sheet]:
-    """The sheets, restricted to the points that match every filter of `only`."""
+def _filtered(grids: list[Grid], only: Sequence[str], report: Report) -> list[Grid]:
+    """The grids, restricted to the points that match every filter of `only`."""
 
     def wrong(text: str, what: str) -> None:
         report.add(None, None, f"--only {text!r:.80}: {what}")
 
     for text in only:
         name, _, choice = (part.strip() for part in text.partition("="))
-        having = [sheet for sheet in sheets if name in sheet.notebook.parameters]
-        names = list(dict.fromkeys(n for s in sheets for n in s.notebook.parameters))
+        having = [grid for grid in grids if name in grid.notebook.parameters]
+        names = list(dict.fromkeys(n for s in grids for n in s.notebook.parameters))
         if not name or not choice:
             wrong(text, "write NAME=VALUE or NAME=VALUE,VALUE")
         elif not having:
             wrong(text, f"there is no parameter {name!r:.60}{_near(name, names)}")
         else:
-            values = grid_file.distinct([value for sheet in having for value in sheet.values(name)])
+            values = grid_file.distinct([value for grid in having for value in grid.values(name)])
             choices = _choices(choice, having[0].notebook.parameters[name], values)
             for value in choices:
-                if norm(value) not in norms(values):
+                if canonical(value) not in map(canonical, values):
                     wrong(text, f"no point has {name} {shown(value)}{_near(value, values)}")
-            sheets = [_having(sheet, name, norms(choices)) for sheet in having]
-    left = (sheet.size > MAX_POINTS or next(sheet.combinations(), None) for sheet in sheets)
+            grids = [_restricted(grid, name, [*map(canonical, choices)]) for grid in having]
+    left = (grid.size > MAX_POINTS or next(grid.combinations(), None) for grid in grids)
     if only and not report.problems and not any(left):
         wrong(" ".join(only), "no point matches all of these")
-    return sheets
+    return grids
 
 
 def _near(value: Any, candidates: list[Any]) -> str:
@@ -186,10 +186,10 @@ def _choices(text: str, parameter: Parameter, values: list[Any]) -> list[Any]:
         bare = re.sub(r"[\s'\"]", "", text).strip("[]")
         return [v for v in values if ",".join(map(str, v)) == bare] or [text]
     parts = [text] if text in values else re.findall(r"\"[^\"]*\"|'[^']*'|[^,]+", text)
-    return [_meant(part.strip(), parameter) for part in parts]
+    return [_as_value(part.strip(), parameter) for part in parts]
 
 
-def _meant(text: str, parameter: Parameter) -> Any:
+def _as_value(text: str, parameter: Parameter) -> Any:
     """A text as the value that YAML reads; the text itself if that does not fit the parameter."""
     if parameter.kind is str and not (parameter.optional and text == "null"):
         return text.strip("\"'")
@@ -201,74 +201,74 @@ def _meant(text: str, parameter: Parameter) -> Any:
     return text if parameter.problem(value) else parameter.coerced(value)
 
 
-def _having(sheet: Sheet, name: str, choices: list[Any]) -> Sheet:
-    """The sheet, restricted to the points that have one of these values of a parameter."""
+def _restricted(grid: Grid, name: str, choices: list[Any]) -> Grid:
+    """The grid, restricted to the points that have one of these values of a parameter."""
     include = {
         i: entry
-        for i, entry in sheet.include.items()
-        if norm(entry.get(name, sheet.base[name])) in choices
+        for i, entry in grid.include.items()
+        if canonical(entry.get(name, grid.base[name])) in choices
     }
-    if name in sheet.axes:
-        values = [value for value in sheet.axes[name] if norm(value) in choices]
-        return replace(sheet, axes=sheet.axes | {name: values}, include=include)
-    product = sheet.product and norm(sheet.base[name]) in choices
-    return replace(sheet, product=product, include=include)
+    if name in grid.axes:
+        values = [value for value in grid.axes[name] if canonical(value) in choices]
+        return replace(grid, axes=grid.axes | {name: values}, include=include)
+    product = grid.product and canonical(grid.base[name]) in choices
+    return replace(grid, product=product, include=include)
 
 
-def _ask(sheets: list[Sheet], ask: Callable[[int], bool] | None, report: Report) -> None:
+def _ask(grids: list[Grid], ask: Callable[[int], bool] | None, report: Report) -> None:
     """Report grids of too many points, and more points than MANY without a confirmation."""
-    for sheet in sheets:
-        if sheet.size > MAX_POINTS:
-            points = f"{sheet.size:,} points ({_sizes(sheet)})"
+    for grid in grids:
+        if grid.size > MAX_POINTS:
+            points = f"{grid.size:,} points ({_sizes(grid)})"
             what = f"{points} are more than {MAX_POINTS:,}: split the grid"
-            report.add(sheet.path, sheet.line, what)
-    if report.problems or sum(sheet.size for sheet in sheets) <= MANY:
+            report.add(grid.path, grid.line, what)
+    if report.problems or sum(grid.size for grid in grids) <= MANY:
         return
-    n = sum(1 for sheet in sheets for _ in sheet.combinations())
+    n = sum(1 for grid in grids for _ in grid.combinations())
     if n > MANY and not (ask and ask(n)):
-        sizes = "; ".join(map(_sizes, sheets))
+        sizes = "; ".join(map(_sizes, grids))
         what = f"{n:,} points ({sizes:.300}) are more than {MANY:,}: confirm them with --yes"
         report.add(None, None, what)
 
 
-def _sizes(sheet: Sheet) -> str:
-    axes = " x ".join(f"{name} {len(values)}" for name, values in sheet.axes.items())
-    return f"{sheet.path.name}: {axes}"
+def _sizes(grid: Grid) -> str:
+    axes = " x ".join(f"{name} {len(values)}" for name, values in grid.axes.items())
+    return f"{grid.path.name}: {axes}"
 
 
 # --- whether it can be built ---------------------------------------------------------------------
 
 
 def _moved(
-    sheet: Sheet, folder: Path, written: dict[str, Any], entry: int | None
+    grid: Grid, folder: Path, written: dict[str, Any], entry: int | None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """A point's parameters, with the paths that its grid file, in this folder, sets as they are
     from the notebook's folder; and what is no path from the grid file. `entry`: of `include`."""
     params, problems = dict(written), list[Problem]()
     for name in filter(paths.may_name, written):
-        if sheet.where(name, written, entry):
+        if grid.where(name, written, entry):
             try:
-                params[name] = paths.moved(name, written[name], folder, sheet.notebook.path.parent)
+                params[name] = paths.moved(name, written[name], folder, grid.notebook.path.parent)
             except UserError as e:
                 problems.append(Problem(str(e), (name,)))
     return params, problems
 
 
-def _judged(
-    sheet: Sheet, params: dict[str, Any], known: Known, together: bool, checked: bool
+def _checked(
+    grid: Grid, params: dict[str, Any], known: Known, together: bool, checked: bool
 ) -> tuple[list[Problem], Identity | None]:
     """The problems of a point, those with its models only if it is to be `checked`; if there are
     none, its identity."""
     try:
-        identity.files_of(params, sheet.notebook, known)
+        identity.files_of(params, grid.notebook, known)
         if checked and (problems := parameters.problems_of(params, None, known)):
             return problems, None
-        return [], identity.identity_of(params, sheet.notebook, known, together)
+        return [], identity.identity_of(params, grid.notebook, known, together)
     except (UserError, OSError) as e:
         named = [name for name in params if name in parameters.PARAMETERS]
         what = first_line(e)
         return [Problem(what, parameters.by_mention(what, named, params))], None
     except Exception as e:  # a user's model files can raise anything
-        at = " ".join(f"{name}={shown(params[name])}" for name in sheet.varying)
+        at = " ".join(f"{name}={shown(params[name])}" for name in grid.varying)
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
         return [Problem(f"cannot be checked at {at or 'all'}: {reason}")], None

@@ -37,7 +37,8 @@ class Failure(Exception):
         self.kind = kind
 
 
-def of_error(e: OSError, folder: Path) -> Failure:
+def failure_of(e: OSError, folder: Path) -> Failure:
+    """`disk` if it is full, else `lost`: the machine's fault, not the point's."""
     if e.errno in results.FULL:
         return Failure("disk", f"{e.strerror}: {e.filename or folder}")
     return Failure("lost", str(e))
@@ -201,8 +202,8 @@ def reasons_to_run(points: Iterable[Point]) -> dict[str, str]:
     return {key: reason for key, (_, reason) in reasons.items()}
 
 
-def changed(points: Iterable[Point]) -> list[str]:
-    """Why points that have a result under another key run again, one line per reason."""
+def explain_reruns(points: Iterable[Point]) -> list[str]:
+    """Why points that have a result under another key run again, a line for each reason."""
     counts = Counter(reasons_to_run(points).values())
     counts.pop(identity.UNSURE, None)
     return [
@@ -211,8 +212,8 @@ def changed(points: Iterable[Point]) -> list[str]:
     ]
 
 
-def named(points: Sequence[Point]) -> dict[Path, presence.ShownAs]:
-    """The results and kept failures of these points, with the names that they have."""
+def shown_as(points: Sequence[Point]) -> dict[Path, presence.ShownAs]:
+    """Folder -> `presence.shown_as`, for the results and kept failures of these points."""
     keys = {p.run_key for p in points}
     kept = (path for path in results.listed("failed") if results.key_of(path) in keys)
     return {f: presence.shown_as(f) for f in (*map(results.result_of, keys), *kept)}

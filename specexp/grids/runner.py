@@ -26,7 +26,7 @@ from rich.text import Text
 
 from specexp.grids import identity, progress
 from specexp.grids.points import Point
-from specexp.grids.progress import RETRIED, Board, Failure, failures_of, of_error
+from specexp.grids.progress import RETRIED, Board, Failure, failure_of, failures_of
 from specexp.terminal import Terminal
 from specexp.tracking import compare, presence, rebuild, report, results, runs
 
@@ -58,7 +58,7 @@ def run(
     console = console or Terminal()
     try:
         with Board(console, len(points)) as board:
-            with results.alone("setup", lambda message: board.say(message, once=True)):
+            with results.claim_or_wait("setup", lambda message: board.say(message, once=True)):
                 try:
                     runs.initialise()
                 except runs.StoreUnreachable as e:
@@ -70,7 +70,7 @@ def run(
                 work.compare_with_mlflow()
                 work.recover()
                 work.plan()
-                for line in progress.changed(work.queue):
+                for line in progress.explain_reruns(work.queue):
                     board.say(line)
                 count = f"{len(work.queue)} of {len(points)} points to run"
                 if not work.queue:
@@ -123,7 +123,7 @@ class Work:
         self._stopping = threading.Event()
         self._publishing = threading.Lock()
         self._where: local.Machines | None = None
-        self._room: Callable[[], contextlib.AbstractContextManager[bool]]
+        self._timing_lock: Callable[[], contextlib.AbstractContextManager[bool]]
         self._away = False
         self._earlier: set[str] = set()
 
@@ -160,7 +160,7 @@ class Work:
         self._where = where
         for alone in (False, True):
             queue = deque(p for p in self.queue if p.alone == alone)
-            self._room = where.alone if alone else lambda: contextlib.nullcontext(True)
+            self._timing_lock = where.timing_lock if alone else lambda: contextlib.nullcontext(True)
             workers = min(where.at_once(jobs, alone), len(queue))
             with ThreadPoolExecutor(workers or 1, "point") as pool:
                 each = [pool.submit(self._serve, queue, where, n) for n in range(workers)]
@@ -211,7 +211,7 @@ class Work:
                 message = f"by another runner: {': '.join(others[key])}"
                 self.board.ended(point.label, "failed", message)
             else:
-                with self._room() as ours:
+                with self._timing_lock() as ours:
                     if ours:
                         self._attempt(point, worker)
                     else:
@@ -233,17 +233,17 @@ class Work:
         begin = time.monotonic()
         watch = self.board.began(point.label)
         try:
-            where = _measured(point, attempt, worker, watch)
+            where = _execute(point, attempt, worker, watch)
             if compare.has_doubtful_timing(attempt):
                 self.board.say(f"{point.label}: its timing is not credible; it is timed once more")
                 results.set_aside(attempt, "replaced")
                 attempt = results.new_attempt(point.run_key)
-                where = _measured(point, attempt, worker, watch)
+                where = _execute(point, attempt, worker, watch)
             took = f"{time.monotonic() - begin:.2f}"
             tags = tags_of(point) | {"seconds": took, "where": where, "status": "FINISHED"}
             result = results.commit(attempt, point.run_key, tags)
         except (Failure, OSError) as e:
-            self._fail(point, attempt, of_error(e, attempt) if isinstance(e, OSError) else e)
+            self._fail(point, attempt, failure_of(e, attempt) if isinstance(e, OSError) else e)
             return
         self._publish(result)
         self._report_done(point, compare.headline(result))
@@ -300,7 +300,7 @@ class Work:
     def compare_with_mlflow(self) -> None:
         """Give results the names that their points have now, and take the marks from folders that
         MLflow lacks or shows under another name: `recover` publishes them."""
-        shown, renamed = progress.named(self.points), set()
+        shown, renamed = progress.shown_as(self.points), set()
         for point in self.points:
             result, now = results.result_of(point.run_key), (point.experiment, point.notebook.name)
             if shown[result] in (now, (None, None)):
@@ -359,12 +359,13 @@ def _is_unsettled(key: str) -> bool:
     return not (results.unchanged(result, runs.marker(result)) or runs.publishable(result))
 
 
-def _measured(
+def _execute(
     point: Point, attempt: Path, worker: local.Worker, watch: Callable[[str], None]
 ) -> str:
+    """Run a point into an attempt folder; returns the machine's name. Raises Failure."""
     _write_point(point, attempt)
     where = worker(point, attempt, watch)
-    if why := identity.changed(point):
+    if why := identity.changed_since(point):
         raise Failure("invalid-result", f"{why} while the grid ran: run the grid again")
     _write_point(point, attempt)  # whatever the notebook has made of it
     return where

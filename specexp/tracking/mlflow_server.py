@@ -30,7 +30,7 @@ def show(port: int, host: str = "127.0.0.1") -> None:
         raise UserError(f"no runs in {results.root()} yet: run `make demo`, or a notebook, first")
     if not backend.served:
         _check_free(host, port)
-        with results.alone("setup"):
+        with results.claim_or_wait("setup"):
             runs.initialise()
         reached = socket.gethostname() if host in _EVERYWHERE else host
         base = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"

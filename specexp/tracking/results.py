@@ -157,9 +157,9 @@ def claims() -> dict[str, str]:
 
 
 @contextmanager
-def alone(what: str, waiting: Callable[[str], None] = lambda message: None) -> Iterator[None]:
-    """Hold the claim `what` for the `with` block, after waiting for it: `waiting` is called with a
-    message meanwhile. Raises StoreBusy after PATIENCE_S."""
+def claim_or_wait(what: str, tell: Callable[[str], None] = lambda message: None) -> Iterator[None]:
+    """Hold the claim `what` for the `with` block. While another process has it, `tell` is called
+    with a message. Raises StoreBusy after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         with claim(what) as ours:
@@ -169,7 +169,7 @@ def alone(what: str, waiting: Callable[[str], None] = lambda message: None) -> I
         who = holder(what) or "another process"
         if time.monotonic() > deadline:
             raise StoreBusy(f"{root()} is locked for {what} by {who}: wait for it, or stop it")
-        waiting(f"waiting for the store, locked for {what} by {who}")
+        tell(f"waiting for the store, locked for {what} by {who}")
         time.sleep(0.1)
 
 

@@ -105,11 +105,11 @@ def log(
     record = {
         "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
         "params": dict(params),
-        **_measured(metrics, series or {}),
+        **_numbers_of(metrics, series or {}),
         "tags": {**provenance.tags(str(params.get("device", "auto"))), **(tags or {})},
     }
     if rivals:
-        record["rivals"] = {drafter: _measured(*rival) for drafter, rival in rivals.items()}
+        record["rivals"] = {drafter: _numbers_of(*rival) for drafter, rival in rivals.items()}
     tables, figures = tables or {}, figures or {}
     problems = [
         *mlflow_view.problems_of(record),
@@ -132,7 +132,7 @@ def log(
         name = f"{mlflow_view.run_name(params, mlflow_view.SIGNS) or experiment} by hand"
         result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
         try:
-            with results.alone("setup"):
+            with results.claim_or_wait("setup"):
                 initialise()
             publish(result)
         except StoreUnreachable as e:
@@ -143,7 +143,7 @@ def log(
     print(f"logged to {where()}; compare with: specexp ui")
 
 
-def _measured(metrics: Mapping[str, float], series: Series) -> dict[str, Any]:
+def _numbers_of(metrics: Mapping[str, float], series: Series) -> dict[str, Any]:
     """Metrics and series as a record holds them."""
     curves = {
         name: values if isinstance(values, Mapping) else dict(enumerate(values, 1))
@@ -206,7 +206,7 @@ def client() -> Any:
 
 def initialise() -> None:
     """Create the database if it is missing, else check that it can be read. One process at a time
-    may do so (`store.alone`). Raises StoreUnreachable, StoreCorrupt."""
+    may do so (`results.claim_or_wait`). Raises StoreUnreachable, StoreCorrupt."""
     backend().prepare(had_runs=had_runs())
 
 

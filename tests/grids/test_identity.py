@@ -432,10 +432,10 @@ def test_whatever_decides_tokens_changes_the_key_and_fails_a_point_meanwhile(cas
     change, parts = TOKENS[what]
     before = case.point()
     assert case.point().run_key == before.run_key
-    assert identity.changed(before) == ""
+    assert identity.changed_since(before) == ""
     change(case)
     assert changes(before.identity.parts, case.point().identity.parts) == parts
-    assert all(part in identity.changed(before) for part in parts)
+    assert all(part in identity.changed_since(before) for part in parts)
 
 
 @pytest.mark.parametrize("what", TIME)
@@ -564,7 +564,7 @@ def test_status_says_why_a_point_is_new(store, points, before, reason):
     earlier.mkdir(parents=True)
     (earlier / results.POINT).write_text(json.dumps(record))
     assert progress.reasons_to_run([done, never]) == {done.run_key: reason}
-    assert progress.changed([done, never]) == [
+    assert progress.explain_reruns([done, never]) == [
         f"1 point runs again, old results are kept: {reason}"
     ]
     details = progress.status([done, never]).columns[3].cells

@@ -532,7 +532,7 @@ def test_timed_point_waits_for_other_runners_timing_here(store, points, monkeypa
     monkeypatch.setattr(local, "execute", executed)
     (timed, third), [other] = points(x=[1, 3]), points(together=True, x=[2])
     worker = partial(local._run, None, 0)
-    with local.Here([]).alone() as ours:
+    with local.Here([]).timing_lock() as ours:
         assert ours
         through(timed)
         assert (taken, done) == ([False], [])

@@ -46,7 +46,7 @@ def test_runs_that_mlflow_lost_are_published_again(store, written, how):
     assert go(todo)[0] == 1
     lose, count = LOSSES[how]
     lose(store)
-    [line] = presence.find_gaps(progress.named(todo)).lines("`specexp grid run`")
+    [line] = presence.find_gaps(progress.shown_as(todo)).lines("`specexp grid run`")
     lacking = f"MLflow lacks {count} published run{'s' * (count > 1)}, which"
     assert line == f"{lacking} `specexp grid run` publishes again"
     code, text = go(todo)
@@ -55,7 +55,7 @@ def test_runs_that_mlflow_lost_are_published_again(store, written, how):
     assert "0 of 3 points to run" in text
     assert len(runs.runs()) == 2
     assert audit.problems() == []
-    assert presence.find_gaps(progress.named(todo)).lines() == []
+    assert presence.find_gaps(progress.shown_as(todo)).lines() == []
 
 
 @pytest.mark.parametrize("what", ["run", "experiment"])
@@ -116,7 +116,7 @@ def test_experiment_renamed_in_mlflow_stays_one_whatever_the_grid_calls_it(store
     runs.client().rename_experiment(runs.experiment_id("grid of trifles"), "renamed by hand")
     for name, count in (("grid of trifles", 3), ("renamed by hand", 4)):
         todo = [replace(p, experiment=name) for p in written(*range(1, count + 1))]
-        assert presence.find_gaps(progress.named(todo)).lines() == []
+        assert presence.find_gaps(progress.shown_as(todo)).lines() == []
         code, text = go(todo)
         assert code == 0
         assert "lacks" not in text

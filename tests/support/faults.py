@@ -505,7 +505,7 @@ def _initialise(job: dict[str, Any]) -> None:
     from specexp.tracking import results as store
     from specexp.tracking import runs as track
 
-    with store.alone("setup"):
+    with store.claim_or_wait("setup"):
         track.initialise()
 
 
@@ -568,7 +568,7 @@ def quick_machines(job: dict[str, Any]) -> Any:
         def at_once(self, jobs: int | None, alone: bool) -> int:
             return 1 if alone else jobs or 1
 
-        def alone(self) -> Any:
+        def timing_lock(self) -> Any:
             return contextlib.nullcontext(True)
 
         @contextlib.contextmanager

@@ -21,7 +21,7 @@ from specexp.errors import UserError
 from specexp.tracking import compare, mlflow_server
 from specexp.tracking import mlflow_view as view
 from specexp.tracking import runs as track
-from specexp.tracking.results import ROOT, alone, root
+from specexp.tracking.results import ROOT, claim_or_wait, root
 
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25, "category/code": 0.75}
 
@@ -191,7 +191,7 @@ def _first_touch(root: str, barrier) -> None:
 
     os.environ["SPECEXP_MLRUNS"] = root
     barrier.wait()
-    with alone("setup"):
+    with claim_or_wait("setup"):
         track.initialise()
     track.client().search_experiments()
 

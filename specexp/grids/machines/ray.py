@@ -33,7 +33,7 @@ from specexp.grids.points import Point
 from specexp.grids.progress import Failure
 from specexp.tracking import provenance, results
 
-OWN, HERE = "ray", "auto"
+OWN_CLUSTER, RUNNING_CLUSTER = "ray", "auto"
 RETRIES = 3  # of a point whose machine was lost
 STARTUP_S = 120.0
 MOST_BYTES = 200_000_000
@@ -91,8 +91,8 @@ def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
     if _imported() != task.code:
         message = f"this machine imported code that differs from the runner's, from {results.ROOT}"
         return Outcome(node, failure=("error", message, ""))
-    if others := _others(task.point):
-        message = f"this machine is of another kind than the runner's: {others}"
+    if how := _differs(task.point):
+        message = f"this machine is of another kind than the runner's: {how}"
         return Outcome(node, failure=("error", message, ""))
     watch(f"on {node}, starting")
     point = replace(task.point, notebook=results.ROOT / task.point.notebook)
@@ -111,8 +111,8 @@ def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
         )
 
 
-def _others(point: Point) -> str:
-    """What differs from the machine that the point's key names, on which it was loaded."""
+def _differs(point: Point) -> str:
+    """How this machine differs from the one that the point's key names, in words."""
     parts, device = point.identity.parts, point.params.get("device", "auto")
     torch.set_num_threads(int(parts["threads"]))
     here = provenance.machine(device, point.timed)
@@ -172,10 +172,10 @@ class OnRay:
     """
 
     def __init__(
-        self, points: Sequence[Point], address: str = OWN, *, forked: bool = True,
+        self, points: Sequence[Point], address: str = OWN_CLUSTER, *, forked: bool = True,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:  # fmt: skip
-        if address not in (OWN, HERE) and not _ADDRESS.fullmatch(address):
+        if address not in (OWN_CLUSTER, RUNNING_CLUSTER) and not _ADDRESS.fullmatch(address):
             raise UserError(
                 f"cannot run points on {address!r}: give here, ray, auto, HOST:6379 or "
                 "ray://HOST:10001 (on Slurm, let every job run this command: notebooks/README.md)"
@@ -190,7 +190,9 @@ class OnRay:
                     f"{point.notebook} is outside {results.ROOT}: workers only get what is in there"
                 )
         self.say, self._points, self._forked = say, points, forked
-        self._address = os.environ.get("RAY_ADDRESS", OWN) if address == OWN else address
+        self._address = (
+            os.environ.get("RAY_ADDRESS", OWN_CLUSTER) if address == OWN_CLUSTER else address
+        )
         self._over = threading.Event()
         self._modules = notebooks.modules_of(sorted({p.notebook for p in points}))
         self._code = provenance.code_digest()
@@ -224,7 +226,7 @@ class OnRay:
         """Join the cluster or start one that listens only on the loopback interface."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
-        if self._address == OWN:
+        if self._address == OWN_CLUSTER:
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's switch for loopback only
             options |= {"address": "local", "include_dashboard": False}
         else:
@@ -293,7 +295,7 @@ class OnRay:
         most, threads = max([1, *fit]), float(point.identity.parts["threads"])
         return {"num_cpus": most if point.alone else min(most, threads), "num_gpus": gpus}
 
-    def alone(self) -> contextlib.AbstractContextManager[bool]:
+    def timing_lock(self) -> contextlib.AbstractContextManager[bool]:
         return contextlib.nullcontext(True)  # ensured by `demand`
 
     @contextlib.contextmanager
