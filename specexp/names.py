@@ -28,7 +28,7 @@ from specexp.models.servable import context_in_words, context_length
 from specexp.sampling import Sampling
 from specexp.tree import Tree
 from specexp.zoo import gguf_files, packaged, shelf
-from specexp.zoo.known import OWN, Answer, within
+from specexp.zoo.known import OWN_CODE, Answer, with_contents
 
 TODAY = datetime(2024, 7, 26)  # the same on every day, as prompts of equal results must be
 _CLOCK = "".join(f"|replace('%{code}', '{TODAY:%{code}}')" for code in "aAbBdmyYjHIMSp")
@@ -292,7 +292,7 @@ def facts_of_pairing(*options: tuple[str, Any]) -> Answer:
     }
     named = [o["target"], o["drafter"], request.argument]
     read = read_from(named, [request.folder, *used])
-    return facts, read and [*read, *([OWN] if request.own is not None else [])]
+    return facts, read and [*read, *([OWN_CODE] if request.own is not None else [])]
 
 
 def _sizes(config: Any, dtype: torch.dtype, refed: int) -> dict[str, Any]:
@@ -331,14 +331,14 @@ def facts_of_sources(target: str, drafter: str) -> Answer:
     with suppress(UserError, AttributeError):
         drafters.prepare(replace(request, source=source))
     read = read_from([target, drafter, request.argument], used)
-    return used, read and [*read, *([OWN] if own else [])]
+    return used, read and [*read, *([OWN_CODE] if own else [])]
 
 
 def facts_of_rule(rule: str) -> Answer:
     """What `fitting.fit` asks of a rule. Raises UserError if no rule has this name."""
     judge = rules.of(rule)
     facts = {name: getattr(judge, name) for name in ("name", "chains_only", "wants_q")}
-    return facts, [] if objects.is_shipped(judge) else [OWN]
+    return facts, [] if objects.is_shipped(judge) else [OWN_CODE]
 
 
 def read_from(names: Iterable[str], sources: Iterable[str]) -> list[Path] | None:
@@ -347,4 +347,4 @@ def read_from(names: Iterable[str], sources: Iterable[str]) -> list[Path] | None
     folders = [Path(int8.split(source)[0]) for source in sources]
     if not all(folder.is_dir() for folder in folders):
         return None
-    return within(*(Path.cwd() / int8.split(name)[0] for name in names if name), *folders)
+    return with_contents(*(Path.cwd() / int8.split(name)[0] for name in names if name), *folders)

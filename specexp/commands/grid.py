@@ -27,7 +27,7 @@ TOGETHER = own(
 
 def _points(
     files: list[Path], only: list[str] | None, yes: bool, together: bool = False,
-    checked: bool = True, waits: bool = False,
+    checked: bool = True, may_compile: bool = False,
 ) -> list[Point]:  # fmt: skip
     """The points of grid files; at a terminal, very many need a confirmation."""
     from specexp.grids import points as grid
@@ -36,7 +36,9 @@ def _points(
         return yes or typer.confirm(f"{count:,} points: is that intended?")
 
     asking = ask if yes or sys.stdin.isatty() else None
-    return grid.load(files, asking, only or (), together, checked, kept=True, waits=waits)
+    return grid.load(
+        files, asking, only or (), together, checked, on_disk=True, may_compile=may_compile
+    )
 
 
 @app.command("validate")
@@ -77,7 +79,7 @@ def run(
 
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be 1 or more")
-    points = _points(files, only, yes, together, waits=True)
+    points = _points(files, only, yes, together, may_compile=True)
     machines = None
     if on != "here":
         from specexp.grids.machines.ray import OnRay

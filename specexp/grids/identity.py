@@ -23,12 +23,11 @@ from specexp.grids import imports, notebooks
 from specexp.measure import feasible, prompts
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import provenance
-from specexp.zoo.known import Answer, Known, within
+from specexp.zoo.known import Answer, Known, with_contents
 
 if TYPE_CHECKING:
     from specexp.grids.points import Point
 
-FACTS = "specexp.grids.identity.facts_of_"
 ENGINE = f"{imports.NAME}/engine.py"
 SHOWN = provenance.FACTS  # parts whose values say something; others are named
 MOST = 3  # of those that are named
@@ -86,10 +85,10 @@ def files_of(
     own decide what is known of code of one's own."""
     asked = notebook.imports, tuple(sorted(notebook.strings)), str(notebook.path.parent)
     named = tuple(sorted(imports.named_by(params)))
-    files: dict[str, str] = known.lasting(f"{FACTS}files", *asked, named)
+    files: dict[str, str] = known.cached(facts_of_files, *asked, named)
     own = [name for name in files if not name.startswith(f"{imports.NAME}/")]
     elsewhere = any(name.endswith(imports.ELSEWHERE) for name in own)
-    known.own = None if elsewhere else [notebook.path.parent / name for name in own]
+    known.own_files = None if elsewhere else [notebook.path.parent / name for name in own]
     return files
 
 
@@ -128,7 +127,7 @@ def facts_of_model(source: str) -> Answer:
         return [source, Path(cached).parent.name if isinstance(cached, str) else bare], None
     files = {f for pattern in _FILES for f in folder.glob(pattern) if f.is_file()}
     contents = {str(f.relative_to(folder)): file_digest(f) for f in files}
-    return [folder.name + how, digest(contents)], within(folder)
+    return [folder.name + how, digest(contents)], with_contents(folder)
 
 
 def _parts(
@@ -136,18 +135,18 @@ def _parts(
     data: Sequence[Path], together: bool, known: Known,
 ) -> dict[str, str]:  # fmt: skip
     files, device = files_of(params, notebook, known), params.get("device", "auto")
-    asked = f"{FACTS}machine", device, notebook.timed, ENGINE in files
-    parts: dict[str, str] = {**known.lasting(*asked)}
-    if known.waits and parts.get("kernels") == UNCOMPILED:
+    asked = facts_of_machine, device, notebook.timed, ENGINE in files
+    parts: dict[str, str] = {**known.cached(*asked)}
+    if known.may_compile and parts.get("kernels") == UNCOMPILED:
         provenance.kernels(device)
-        parts = {**known.anew(*asked)}
+        parts = {**known.ask_again(*asked)}
     on_cpu = parts["device"] == "cpu"
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
     parts |= {"params": digest(params), "notebook": notebook.digest[:16]}
     if notebook.timed:
         parts["processor"] = provenance.processor()  # quotas change without a trace in files
         parts["together"] = "yes" if together else "no"
-    if sources := sorted(known.lasting(f"{FACTS}model", source) for source in models):
+    if sources := sorted(known.cached(facts_of_model, source) for source in models):
         parts["models"] = digest(sources)
     if data:
         parts["data"] = digest([file_digest(f) for path in data for f in prompts.files(path)])

@@ -73,8 +73,8 @@ class Point:
 
 def load(
     paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None,
-    only: Sequence[str] = (), together: bool = False, checked: bool = True, kept: bool = False,
-    waits: bool = True,
+    only: Sequence[str] = (), together: bool = False, checked: bool = True, on_disk: bool = False,
+    may_compile: bool = True,
 ) -> list[Point]:  # fmt: skip
     """The distinct points of these files, in their order.
 
@@ -82,8 +82,8 @@ def load(
     go on. `only`: filters such as "gamma=3" or "drafter=ngram,sibling-3m"; a point must match all.
     `together`: points that measure time may run side by side, which is another experiment.
     `checked`: False trusts what models, drafters and prompts are, so that none is read.
-    `kept`: what was found out before is looked up in the user's cache (`Known`). `waits`: False
-    does not wait for a compiler, so keys may name kernels `identity.UNCOMPILED`.
+    `on_disk`: facts that were found out before are taken from the user's cache (`Known`).
+    `may_compile`: False waits for no compiler, so keys may name kernels `identity.UNCOMPILED`.
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))
@@ -93,7 +93,7 @@ def load(
     if not report.problems:
         _ask(grids, ask, report)
     points: dict[str, Point] = {}
-    known: dict[Path, Known] = defaultdict(lambda: Known(kept, waits))
+    known: dict[Path, Known] = defaultdict(lambda: Known(on_disk, may_compile))
     if sum(grid.size for grid in grids) <= MANY or not report.problems:
         for grid in grids:
             here = known[grid.notebook.path.parent]  # relative paths start from there

@@ -2,7 +2,7 @@
 their policies: found from files' heads, before a weight is loaded.
 
 Here facts are compared with what is asked for. To find the facts takes torch and transformers,
-which are imported when a fact is asked for that is not known (`zoo.known`).
+which `zoo.known` imports when it is asked for a fact that is not in the cache.
 """
 
 import itertools
@@ -18,12 +18,9 @@ from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
 from specexp.tree import MOST, Tree
-from specexp.zoo.known import OWN, Answer, Known
+from specexp.zoo.known import OWN_CODE, Answer, Known
 
 Params = Mapping[str, Any]
-FACTS = "specexp.names.facts_of_"
-GPU = "specexp.measure.feasible.facts_of_gpu"
-CHAT = "specexp.measure.feasible.facts_of_chat"
 PAIRING = ("drafter", "gamma", "temperature", "rule", "tree")
 """What a pairing is varied over: singly, or in a list."""
 SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -79,10 +76,10 @@ def problems_of(
         named = params.get("prompts", "all"), categories, limit
         texts = findings.of(("prompts", "limit", "categories"), known, prompts.load, *named) or []
     if str(device := params.get("device", "auto")).startswith("cuda"):
-        findings.of(("device",), known.lasting, GPU, device)
+        findings.of(("device",), known.cached, facts_of_gpu, device)
     for rule in values(params, "rule", "rules"):
         if rule != "auto":
-            findings.of(("rule", "rules"), known.lasting, f"{FACTS}rule", rule)
+            findings.of(("rule", "rules"), known.cached, "specexp.names.facts_of_rule", rule)
     deepest = MOST
     if "target" in params:
         pairings, longest = _check_models(params, texts, known, findings)
@@ -92,8 +89,8 @@ def problems_of(
     for policy in values(params, "policy", "policies"):
         fluid = "requests_per_day" in params
         if fluid or policy not in PRICED:
-            question = "specexp.measure.feasible.facts_of_policy", policy, deepest, fluid
-            findings.of(("policy", "policies", "drafter"), known.lasting, *question)
+            question = facts_of_policy, policy, deepest, fluid
+            findings.of(("policy", "policies", "drafter"), known.cached, *question)
     return findings.problems
 
 
@@ -106,7 +103,7 @@ def facts_of_policy(policy: str, deepest: int, fluid: bool) -> Answer:
         raise UserError("bandit learns by trying, which a fluid model cannot: use goodput")
     if policy in PRICED:
         return None, []
-    return None, [] if objects.is_shipped(policies.of(policy, None, deepest)) else [OWN]
+    return None, [] if objects.is_shipped(policies.of(policy, None, deepest)) else [OWN_CODE]
 
 
 def _check_models(
@@ -114,7 +111,7 @@ def _check_models(
 ) -> tuple[list[Candidate], int]:
     """The pairings that can be built, and the tokens of the longest prompt with its output."""
     target = params["target"]
-    facts = findings.of(("target",), known.lasting, f"{FACTS}target", target)
+    facts = findings.of(("target",), known.cached, "specexp.names.facts_of_target", target)
     if not facts:
         return [], 0
     pairings = []
@@ -132,8 +129,9 @@ def _check_models(
     needs = []
     for prompt in texts:
         if params.get("chat") or prompt.chat:
-            names, question = ("chat", "target", "prompts"), (CHAT, target, *astuple(prompt))
-            n, answers = findings.of(names, known.lasting, *question) or (0, 0)
+            names, fields = ("chat", "target", "prompts"), astuple(prompt)
+            found = findings.of(names, known.cached, facts_of_chat, target, *fields)
+            n, answers = found or (0, 0)
         else:
             question = known, _tokens_of, prompt.text, target, known
             n, answers = findings.of(("prompts", "target"), *question) or 0, 0
@@ -166,7 +164,7 @@ def facts_of_chat(target: str, *prompt: Any) -> Answer:
 
 def _tokens_of(text: str, target: str, known: Known) -> int:
     """How many tokens the target has for a text. Raises UserError if there is none."""
-    if known.kept and text and (tokenizer := known(_tokenizer, target, known)):
+    if known.on_disk and text and (tokenizer := known(_tokenizer, target, known)):
         try:
             if tokens := len(tokenizer.encode(text)):
                 return tokens
@@ -180,7 +178,7 @@ def _tokens_of(text: str, target: str, known: Known) -> int:
 def _tokenizer(target: str, known: Known) -> Any:
     from tokenizers import Tokenizer
 
-    if not (described := known.lasting(f"{FACTS}tokenizer", target)):
+    if not (described := known.cached("specexp.names.facts_of_tokenizer", target)):
         return None
     tokenizer = Tokenizer.from_str(described)
     tokenizer.no_truncation()
@@ -197,7 +195,8 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     if not _may_be_own(options["drafter"]):  # then it sees nothing of the tree and the rule
         looked_up |= {"gamma": 1, "tree": "chain"}
     looked_up |= {"gamma": 1} if options["gamma"] is None else {}
-    facts = known.lasting(f"{FACTS}pairing", *(n for n in looked_up.items() if n[0] != "rule"))
+    looked_up.pop("rule")
+    facts = known.cached("specexp.names.facts_of_pairing", *looked_up.items())
     limits = fitting.Limits(**facts["limits"])
     gamma = min(5, limits.deepest) if options["gamma"] is None else options["gamma"]
     tree, rule = Tree.parse(options["tree"], gamma), options["rule"]
@@ -205,7 +204,7 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     temperature = options["temperature"] if own else facts["sampling"]["temperature"]
     judging = None
     if rule != "auto":
-        judging = SimpleNamespace(**known.lasting(f"{FACTS}rule", rule))
+        judging = SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
     fitting.fit(facts["method"], limits, tree, vocab, judging, temperature)
     models = [SimpleNamespace(**sizes) for sizes in facts["models"]]
     return Candidate(limits, tree, temperature, models)
@@ -255,10 +254,10 @@ def _check_memory(
 
 def _free_memory(device: str, known: Known) -> int:
     """Bytes that can still be allocated on this device; for a plan that is checked without torch
-    (`known.kept`), all bytes of its GPU."""
-    if device == "cpu" or not (gpu := known.lasting(GPU, device)):
+    (`known.on_disk`), all bytes of its GPU."""
+    if device == "cpu" or not (gpu := known.cached(facts_of_gpu, device)):
         return memory.free_memory(None)
-    if known.kept:
+    if known.on_disk:
         return int(gpu)
     import torch
 
@@ -323,5 +322,5 @@ def sources(params: Params, known: Known) -> set[str]:
     folders: set[str] = set()
     for target in values(params, "target", "targets"):
         for drafter in values(params, "drafter", "drafters", "rivals") or [DEFAULTS["drafter"]]:
-            folders |= {*known.lasting(f"{FACTS}sources", target, drafter)}
+            folders |= {*known.cached("specexp.names.facts_of_sources", target, drafter)}
     return folders

@@ -190,7 +190,7 @@ class Backend:
                 soon = {"connect_timeout": 10}  # MLflow itself tries for minutes
                 sqlalchemy.create_engine(self.uri, connect_args=soon).connect().close()
             else:
-                last = Known(kept=True).lasting(f"{__name__}.tables_version", self.uri)
+                last = Known(on_disk=True).cached(tables_version, self.uri)
                 if last == _version(self.file):
                     return
             create_tables(self.uri)

@@ -24,78 +24,80 @@ from specexp.zoo import files, shelf
 
 SHELL = ("_", "SHLVL", "OLDPWD", "COLUMNS", "LINES")  # variables that decide nothing
 TICK = 20_000_000  # ns that a file's time of change may be behind the clock
-OWN = Path("own")  # in place of the files of code of one's own
+OWN_CODE = Path("own")  # stands for the files of code of one's own (`Known.own_files`)
 Answer: TypeAlias = tuple[Any, Iterable[Path] | None]
-"""Plain data, and the files and folders that decide it (names of such that do not exist included);
-None in their place if they are not all known, so that the answer is not kept."""
+"""Plain data, and the files and folders that decide it, names of such that do not exist included;
+None in their place if they are not all known: then the answer is not kept."""
 
 
 class Known:
-    """Answers to questions, each a function and its arguments. A function is called once, while no
-    file changes; a UserError or OSError that it raises is an answer, too.
+    """Remembers what functions return: `known(f, x)` for as long as this object lives, in which no
+    file changes; `known.cached(f, x)`, if `on_disk`, also in the user's cache folder. A UserError
+    or OSError that a function raises is remembered, too, but not on disk.
 
-    kept: lasting answers are looked up, and written, in the user's cache folder. waits: an answer
-    may wait for a compiler. `own`: the files of one's own code that may run, None if they are not
-    all known.
+    may_compile: an answer may wait for a compiler. `own_files`: the files of one's own code that
+    may run, None if they are not all known.
     """
 
-    def __init__(self, kept: bool = False, waits: bool = True) -> None:
-        self.kept, self.waits, self.own = kept, waits, None if kept else list[Path]()
+    def __init__(self, on_disk: bool = False, may_compile: bool = True) -> None:
+        self.on_disk, self.may_compile = on_disk, may_compile
+        self.own_files = None if on_disk else list[Path]()
         self._answers: dict[Any, tuple[Any, Exception | None]] = {}
 
-    def __call__(self, find: Callable[..., Any], *args: Any) -> Any:
-        if (find, args) not in self._answers:
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        if (function, args) not in self._answers:
             try:
-                self._answers[find, args] = find(*args), None
+                self._answers[function, args] = function(*args), None
             except (UserError, OSError) as e:
-                self._answers[find, args] = None, e
-        answer, error = self._answers[find, args]
+                self._answers[function, args] = None, e
+        answer, error = self._answers[function, args]
         if error:
             raise error
         return answer
 
-    def lasting(self, find: str, *args: Any) -> Any:
-        """The answer that a function returns for these texts and numbers, in this folder. find:
-        where it is, `specexp.MODULE.FUNCTION`; it is imported if it has to be asked."""
-        return self(self._lasting, find, *args)
+    def cached(self, function: Callable[..., Answer] | str, *args: Any) -> Any:
+        """The answer of a function to these texts and numbers, in this folder. One that takes
+        seconds to import is given as "specexp.MODULE.FUNCTION": it is imported only if its answer
+        is not in the cache."""
+        return self(self._look_up, _name(function), *args)
 
-    def anew(self, find: str, *args: Any) -> Any:
-        """The same, asked in any case."""
-        answer = self._asked(find, *args)
-        self._answers[self._lasting, (find, *args)] = answer, None
+    def ask_again(self, function: Callable[..., Answer], *args: Any) -> Any:
+        """The same, whatever is in the cache."""
+        answer = self._ask_and_keep(_name(function), *args)
+        self._answers[self._look_up, (_name(function), *args)] = answer, None
         return answer
 
-    def _lasting(self, find: str, *args: Any) -> Any:
+    def _look_up(self, function: str, *args: Any) -> Any:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(self._file(find, *args).read_text()) if self.kept else {}
+            record = json.loads(self._file(function, *args).read_text()) if self.on_disk else {}
             if record["state"] == self._state(record["read"]):
                 return record["answer"]
-        return self._asked(find, *args)
+        return self._ask_and_keep(function, *args)
 
-    def _file(self, find: str, *args: Any) -> Path:
+    def _file(self, function: str, *args: Any) -> Path:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "specexp" / "known" / f"{_digest(find, args, os.getcwd())[:24]}.json"
+        return cache / "specexp" / "known" / f"{_digest(function, args, os.getcwd())[:24]}.json"
 
-    def _asked(self, find: str, *args: Any) -> Any:
-        if not self.kept:
-            return _ask(find, *args)[0]
+    def _ask_and_keep(self, function: str, *args: Any) -> Any:
+        if not self.on_disk:
+            return _ask(function, *args)[0]
         asked_at = time.time_ns() - TICK
-        answer, read = _ask(find, *args)
-        if read is None or (OWN in read and self.own is None):
+        answer, read = _ask(function, *args)
+        if read is None or (OWN_CODE in read and self.own_files is None):
             return answer
-        own = self.own or () if OWN in read else ()
-        deciding = sorted({str(path) for path in (*read, *own) if path != OWN})
-        if all(state[3] < asked_at for state in _stats(deciding)):
+        own = self.own_files or () if OWN_CODE in read else ()
+        deciding = sorted({str(path) for path in (*read, *own) if path != OWN_CODE})
+        if all(state[3] < asked_at for state in _stats(deciding)):  # none changed meanwhile
             record = {"answer": answer, "read": deciding, "state": self._state(deciding)}
-            with suppress(OSError), files.whole(self._file(find, *args)) as partial:
+            with suppress(OSError), files.whole(self._file(function, *args)) as partial:
                 partial.write_text(json.dumps(record))
         return answer
 
     def _state(self, read: Iterable[str]) -> str:
-        return _digest(self._around, *_stats(read))
+        return _digest(self._always, *_stats(read))
 
     @cached_property
-    def _around(self) -> str:
+    def _always(self) -> str:
         """A digest of what decides every answer."""
         code = (path for path in _PACKAGE.rglob("*") if path.suffix in _CODE)
         cards = (model.path / "zoo.json" for model in shelf.models())
@@ -111,8 +113,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = (".py", ".cpp", ".h", ".cu")
 
 
-def _ask(find: str, *args: Any) -> Answer:
-    module, _, function = find.rpartition(".")
+def _name(function: Callable[..., Answer] | str) -> str:
+    return function if isinstance(function, str) else f"{function.__module__}.{function.__name__}"
+
+
+def _ask(name: str, *args: Any) -> Answer:
+    module, _, function = name.rpartition(".")
     collecting = gc.isenabled()
     gc.disable()  # imports leave little garbage: to look for it takes an eighth of their time
     try:
@@ -123,7 +129,7 @@ def _ask(find: str, *args: Any) -> Answer:
             gc.enable()
 
 
-def within(*paths: Path) -> list[Path]:
+def with_contents(*paths: Path) -> list[Path]:
     """These files and folders, and the files in the folders and one folder below."""
     return [p for path in paths for p in (path, *path.glob("*"), *path.glob("*/*"))]
 

@@ -91,7 +91,7 @@ def asked(folder, monkeypatch):
         time.sleep(2 * known.TICK / 1e9)  # what has just changed is asked for in any case
         names = []
         monkeypatch.setattr(known, "_ask", lambda *args: names.append(args[0]) or ask(*args))
-        found = points.load([folder / "g.yaml"], kept=True)
+        found = points.load([folder / "g.yaml"], on_disk=True)
         return found, {name.rpartition("facts_of_")[2] for name in names}
 
     return load
@@ -126,7 +126,7 @@ def test_files_that_change_while_they_are_read_are_read_again(tmp_path, monkeypa
         return 1, [file]
 
     monkeypatch.setattr(known, "_ask", lambda *_: find())
-    Known(kept=True).lasting("a")
+    Known(on_disk=True).cached("a")
     assert not list((tmp_path / "cache").rglob("*.json"))
 
 
@@ -134,12 +134,12 @@ def test_a_cache_that_cannot_be_read_or_written_is_done_without(tmp_path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
     asking = "specexp.names.facts_of_rule", "block"
-    assert Known(kept=True).lasting(*asking)["chains_only"]
+    assert Known(on_disk=True).cached(*asking)["chains_only"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert Known(kept=True).lasting(*asking)["chains_only"]
+    assert Known(on_disk=True).cached(*asking)["chains_only"]
     [kept] = tmp_path.rglob("*.json")
     kept.write_text("{")
-    assert Known(kept=True).lasting(*asking)["chains_only"]
+    assert Known(on_disk=True).cached(*asking)["chains_only"]
 
 
 TEXTS = ["a", " def mean(values):\n\treturn", "é 日本語 \U0001f600", "<|endoftext|> <s>", "x" * 999]
@@ -149,7 +149,7 @@ def test_texts_have_the_tokens_that_their_target_reads(tmp_path, monkeypatch, ti
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     targets = [model.name for model in shelf.models() if model.role == "target"]
     for target in (*targets, *tiny_folders):
-        kept, tokenizer = Known(kept=True), names.read_target(target)[2]
+        kept, tokenizer = Known(on_disk=True), names.read_target(target)[2]
         assert feasible._tokenizer(target, kept)
         for text in TEXTS:
             assert feasible._tokens_of(text, target, kept) == len(names.encode(tokenizer, text))
