@@ -133,7 +133,7 @@ def _train_draft(
     pairing = specexp.load(target, "plain", temperature=drafts.TEMPERATURE, device=device)
     L = pairing.target.config.num_hidden_layers
     layers = max(1, L // 8) if layers is None else layers
-    drafts.kept(L, layers)
+    drafts.kept_layers(L, layers)
     chats = bool(getattr(pairing.tokenizer, "chat_template", None))
     if text is not None:
         asked = prompts.load(str(text))

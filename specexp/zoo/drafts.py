@@ -27,7 +27,7 @@ from specexp.errors import UserError, counted, refusing
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
-from specexp.zoo.train import Loss, can_compile, fingerprint, fit, keep, trained_on
+from specexp.zoo.train import Loss, can_compile, fingerprint, fit, save_whole, trained_on
 
 TEMPERATURE = 0.8  # of the answers
 ANSWER = 160  # tokens of an answer, at most
@@ -42,7 +42,7 @@ FEWEST = 20  # steps that a schedule needs
 _LAYER = re.compile(r"(?<=\.)(layers|h|blocks)\.(\d+)(?=\.)")
 
 
-def kept(L: int, layers: int) -> list[int]:
+def kept_layers(L: int, layers: int) -> list[int]:
     """Which of L layers a draft keeps: as many, evenly spaced, the first and the last among them.
     Raises UserError if that is none or all of them."""
     if not 1 <= layers < L:
@@ -55,7 +55,7 @@ def cut(target: PreTrainedModel, layers: int) -> PreTrainedModel:
     trained. Raises UserError for a model whose layers cannot be told apart."""
     config = copy.deepcopy(target.config)
     L = config.get_text_config().num_hidden_layers
-    chosen = kept(L, layers)
+    chosen = kept_layers(L, layers)
     described = config.get_text_config()
     for key, value in described.to_dict().items():
         if isinstance(value, list) and len(value) == L:
@@ -85,7 +85,7 @@ def questions(chats: bool) -> list[str]:
     return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:MOST]]
 
 
-def laws(model: PreTrainedModel, batch: Tensor) -> Tensor:
+def logits_after(model: PreTrainedModel, batch: Tensor) -> Tensor:
     """Logits [B * T, V] after each token of a batch [B, T + 1] but the last."""
     return model(batch[:, :-1], use_cache=False).logits.flatten(0, 1).float()
 
@@ -96,13 +96,13 @@ def loss_of(target: PreTrainedModel, draft: PreTrainedModel) -> Loss:
     def loss(batch: Tensor) -> Tensor:
         with torch.autocast(target.device.type, torch.bfloat16):
             with torch.no_grad():
-                law = laws(target, batch).softmax(-1)
-            return F.cross_entropy(laws(draft, batch), law)
+                p = logits_after(target, batch).softmax(-1)
+            return F.cross_entropy(logits_after(draft, batch), p)
 
     return loss
 
 
-def written(engine: Engine, prompts: Sequence[list[int]], seconds: float, file: Path) -> Documents:
+def answered(engine: Engine, prompts: Sequence[list[int]], seconds: float, file: Path) -> Documents:
     """The prompts that fit the target, each with its answer, batch after batch until the time is
     over. They are kept in a file, from which a killed run goes on."""
     state: dict[str, list[Any]] = {"documents": [], "seconds": []}
@@ -124,7 +124,7 @@ def written(engine: Engine, prompts: Sequence[list[int]], seconds: float, file: 
             state["seconds"].append(time.perf_counter() - begin)
             bar.update(len(batch))
             bar.set_postfix_str(f"{sum(state['seconds']):.0f} of {seconds:.0f} s")
-            keep(file, state)
+            save_whole(file, state)
     return [text.numpy() for text in state["documents"]]
 
 
@@ -146,7 +146,7 @@ def train(
     draft = cut(target, layers)
     digest = hashlib.sha256(f"{fingerprint(target)} {prompts} {minutes}".encode()).hexdigest()[:12]
     file = work / f"{name}-draft-{digest}.pt"
-    documents = written(engine, prompts, 15 * minutes, file)
+    documents = answered(engine, prompts, 15 * minutes, file)
     held = documents[::HELD_OUT]
     rows = Rows({"answers": [d for i, d in enumerate(documents) if i % HELD_OUT]})
     batch = min(4, rows.tokens // LENGTH)
@@ -190,7 +190,7 @@ def _steps(loss: Loss, rows: Rows, course: Course, device: str, seconds: float, 
             loss(batch).backward()
             times.append(time.perf_counter() - begin)
         state["steps"] = max(FEWEST, int(seconds / times[-1]))
-        keep(file, state)
+        save_whole(file, state)
     return int(state["steps"])
 
 
@@ -203,7 +203,7 @@ def agreement(
     same, overlap = [], []
     for document in documents:
         batch = torch.from_numpy(document.astype(np.int64))[None].to(target.device)
-        theirs, ours = (laws(model, batch) for model in (target, draft))
+        theirs, ours = (logits_after(model, batch) for model in (target, draft))
         same.append((theirs.argmax(-1) == ours.argmax(-1)).float())
         overlap.append(torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1))
     return {"agreement": round(float(torch.cat(same).mean()), 4),

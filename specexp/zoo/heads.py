@@ -1,10 +1,10 @@
-"""Trains Medusa and EAGLE heads for a target, on the target's own law.
+"""Trains Medusa and EAGLE heads for a target, on the target's own distribution.
 
-Every batch passes through the target first, without gradients, for its hidden states and its law.
-The heads learn that law (soft cross-entropy), not the text. EAGLE is trained on its own output too:
-pass s of the unrolled chain reads the features made in pass s - 1 and attends to what it would see
-while drafting (training-time test; Li et al. 2025, EAGLE-3, section 3.2), which makes the feature
-loss of EAGLE-1 unnecessary.
+Every batch passes through the target first, without gradients, for its hidden states and its
+distribution p. The heads learn p (soft cross-entropy), not the text. EAGLE is trained on its own
+output too: pass s of the unrolled chain reads the features made in pass s - 1 and attends to what
+it would see while drafting (training-time test; Li et al. 2025, EAGLE-3, section 3.2), which makes
+the feature loss of EAGLE-1 unnecessary.
 """
 
 import json
@@ -37,7 +37,8 @@ from specexp.zoo.train import (
 )
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
-Laws = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
+Predictions = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
+"""From a batch [B, T + 1], for each drafted position: logits of the heads and p, [B, n, V] each."""
 
 
 def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor) -> Medusa | Eagle:
@@ -71,7 +72,7 @@ def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
     return EagleShape(recipe.kind, layer, vocab, (L,))
 
 
-def loss_of(laws: Laws, device: str) -> Loss:
+def loss_of(predictions: Predictions, device: str) -> Loss:
     """Soft cross-entropy summed over drafted positions, position i with the weight DECAY**i.
 
     Tokens outside the draft vocabulary do not contribute."""
@@ -79,46 +80,45 @@ def loss_of(laws: Laws, device: str) -> Loss:
     def loss(batch: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
             parts = []
-            for i, (logits, law) in enumerate(laws(batch)):
+            for i, (logits, p) in enumerate(predictions(batch)):
                 log_q = logits.float().log_softmax(-1)
-                parts.append(-(DECAY**i) * (law * log_q).sum(-1).mean())
+                parts.append(-(DECAY**i) * (p * log_q).sum(-1).mean())
             return torch.stack(parts).sum()
 
     return loss
 
 
 @torch.no_grad()
-def accuracy(laws: Laws, rows: Tensor, device: str) -> list[float]:
+def accuracy(predictions: Predictions, rows: Tensor, device: str) -> list[float]:
     """For each drafted position, how often the most likely token is the target's.
 
     rows [B, T + 1]; where there is a draft vocabulary, the target's most likely token in it."""
     with torch.autocast(device, torch.bfloat16):
-        same = (logits.argmax(-1) == law.argmax(-1) for logits, law in laws(rows))
+        same = (logits.argmax(-1) == p.argmax(-1) for logits, p in predictions(rows))
         return [float(hits.float().mean()) for hits in same]
 
 
-def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws:
-    """A function from a batch [B, T + 1] to a pair per drafted position: the heads' logits and the
-    target's law, [B, n, V] each. With a draft vocabulary, both cover only its tokens."""
+def predictions_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Predictions:
+    """The predictions of heads and their target; with a draft vocabulary, for its tokens alone."""
 
     @torch.no_grad()
     def target_sees(batch: Tensor, states: bool) -> tuple[Tensor, Any, Tensor]:
         out = target.base_model(batch[:, :-1], use_cache=False, output_hidden_states=states)
-        law = target.get_output_embeddings()(out.last_hidden_state).float().softmax(-1)
-        return out.last_hidden_state, out.hidden_states, law
+        p = target.get_output_embeddings()(out.last_hidden_state).float().softmax(-1)
+        return out.last_hidden_state, out.hidden_states, p
 
     def medusa(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         assert isinstance(model, Medusa)
-        hidden, _, law = target_sees(batch, False)
+        hidden, _, p = target_sees(batch, False)
         for ahead, head in enumerate(model, 1):
-            yield head(hidden[:, :-ahead]), law[:, ahead:]
+            yield head(hidden[:, :-ahead]), p[:, ahead:]
 
     def eagle(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         assert isinstance(model, Eagle)
-        _, states, law = target_sees(batch, True)
-        law = law[..., model.draft_ids] if model.shape.fused else law
+        _, states, p = target_sees(batch, True)
+        p = p[..., model.draft_ids] if model.shape.fused else p
         features = model.fuse(torch.cat([states[t][:, :-1] for t in model.shape.taps], -1))
-        tokens, law = batch[:, 1:-1], law[:, 1:]
+        tokens, p = batch[:, 1:-1], p[:, 1:]
         position = torch.arange(tokens.shape[1], device=batch.device)[None]
         cache = DynamicCache()  # of all passes: keys and values are concatenated
         for number in range(unroll):
@@ -126,7 +126,7 @@ def laws_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Laws
             predicted = model.features(
                 tokens, features, position, attention_mask=mask, past_key_values=cache
             )
-            yield model.draft_logits(predicted[:, number:]), law[:, number:]
+            yield model.draft_logits(predicted[:, number:]), p[:, number:]
             features = predicted.roll(1, 1)
 
     return medusa if isinstance(model, Medusa) else eagle
@@ -180,11 +180,11 @@ def train_heads(
     train["continued"] = continued(model, documents, count, work, tokenizer.eos_token_id)
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts))
-    laws = laws_of(head, net, recipe.unroll)
+    predictions = predictions_of(head, net, recipe.unroll)
     rows = {name: _rows(part, device) for name, part in held_out.items()}
 
     def look(before: int, step: int, loss: float) -> dict[str, list[float]]:
-        rates = {name: accuracy(laws, part, device) for name, part in rows.items()}
+        rates = {name: accuracy(predictions, part, device) for name, part in rows.items()}
         mean = torch.tensor([*rates.values()]).mean(0).tolist()
         by_position = {f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)}
         watch(before + step, {"training/loss": loss} | by_position)
@@ -194,7 +194,7 @@ def train_heads(
     aim = recipe.unroll, fingerprint(net)
     name = f"{last}-{kind}"
     for course in recipe.courses:
-        loss, look_on = loss_of(laws, device), partial(look, len(losses))
+        loss, look_on = loss_of(predictions, device), partial(look, len(losses))
         losses += fit(name, course, Rows(train, course.repeats), work, head, loss, device,
                       not quick and can_compile(device), watch=look_on, aim=aim)  # fmt: skip
     rates = look(len(losses), 0, float(np.mean(losses[-20:])))

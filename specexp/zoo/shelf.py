@@ -4,7 +4,6 @@ It knows where things stand: the checkout, if the package is used from one, the 
 It reads each model's `zoo.json` and imports nothing heavy.
 """
 
-import difflib
 import importlib
 import json
 import os
@@ -14,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from specexp.errors import UserError
+from specexp.errors import UserError, meant
 
 _ABOVE = Path(__file__).resolve().parents[2]
 CHECKOUT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else None
@@ -127,9 +126,9 @@ def find(name: str) -> Path:
         return paths[name]
     if shipped() is None:
         raise UserError(f"no zoo model {name!r} here: {GET}")
-    near = difflib.get_close_matches(name, paths, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"no zoo model is called {name!r}{hint} (there are {', '.join(paths)})")
+    raise UserError(
+        f"no zoo model is called {name!r}{meant(name, paths)} (there are {', '.join(paths)})"
+    )
 
 
 def drafts_for(target: str, method: str = "model") -> list[ZooModel]:

@@ -194,8 +194,8 @@ def draw(
     amplify rounding);
     8 for weights that write to the residual stream, so that the last token's embedding does not
     dominate a tied head and repeat that token;
-    3.4 for embeddings and head, so that the law over 4096 tokens has the entropy of a language
-    model (ln V - 3.4² / 2, about 2.5 nats).
+    3.4 for embeddings and head, so that the distribution over 4096 tokens has the entropy of a
+    language model (ln V - 3.4² / 2, about 2.5 nats).
     Rows of the end of text and of ids that the tokenizer lacks get a quarter of that: they are
     computed like any other and are never the most probable."""
     if len(size) == 1:
@@ -251,8 +251,8 @@ def write(shape: Shape, folder: Path, damp: float, dtype: str, seed: int) -> Non
 def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, Any]:
     """The damping factor for alpha, and the agreement that it gives on new prompts."""
     trial = _trial(shape)
-    model = _drawn(trial, dtype, seed)
-    damp = bisect(partial(_share, model, trial, seed=seed), alpha, LEAST, MOST)
+    model = _undamped(trial, dtype, seed)
+    damp = bisect(partial(_agreement_at, model, trial, seed=seed), alpha, LEAST, MOST)
     _damp(model, trial, damp, seed)
     _, agrees = agreement(model, trial.draft, rows=16, new=128, seed=1)
     reached = agrees.float().mean().item()
@@ -273,7 +273,7 @@ def _trial(shape: Shape) -> Shape:
     return replace(shape, width=NARROW, hidden=1792, heads=8, kv_heads=2, rows=VOCABULARY)
 
 
-def _drawn(shape: Shape, dtype: str, seed: int) -> Any:
+def _undamped(shape: Shape, dtype: str, seed: int) -> Any:
     """The undamped target, in memory."""
     with torch.random.fork_rng():
         model: Any = LlamaForCausalLM._from_config(shape.config(dtype), dtype=DTYPES[dtype])
@@ -288,7 +288,7 @@ def _damp(model: Any, shape: Shape, damp: float, seed: int) -> None:
             weight.copy_(draw(name, weight.shape, weight.dtype, seed, damp))
 
 
-def _share(model: Any, shape: Shape, damp: float, seed: int) -> float:
+def _agreement_at(model: Any, shape: Shape, damp: float, seed: int) -> float:
     _damp(model, shape, damp, seed)
     return agreement(model, shape.draft, rows=32, new=64, seed=0)[1].float().mean().item()
 

@@ -24,12 +24,12 @@ def folder(tmp_path_factory):
 
 
 def test_first_and_last_layers_are_kept():
-    assert drafts.kept(30, 4) == [0, 10, 19, 29]
-    assert drafts.kept(3, 2) == [0, 2]
-    assert drafts.kept(12, 1) == [0]
+    assert drafts.kept_layers(30, 4) == [0, 10, 19, 29]
+    assert drafts.kept_layers(3, 2) == [0, 2]
+    assert drafts.kept_layers(12, 1) == [0]
     for layers in (0, 3):
         with pytest.raises(UserError, match="3 layers keeps 1 to 2"):
-            drafts.kept(3, layers)
+            drafts.kept_layers(3, layers)
 
 
 @torch.no_grad()
@@ -58,12 +58,12 @@ def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
     steps = []
 
     def killed(file, state):
-        drafts.keep(file, state)
+        drafts.save_whole(file, state)
         steps.append(len(state["losses"]))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as first:
-        first.setattr("specexp.zoo.train.keep", killed)
+        first.setattr("specexp.zoo.train.save_whole", killed)
         with pytest.raises(KeyboardInterrupt):
             train()
     assert 0 < steps[0] < drafts.FEWEST

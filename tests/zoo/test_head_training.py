@@ -13,7 +13,7 @@ from support.tiny import V, heads, module
 from specexp.errors import UserError
 from specexp.models import head_files
 from specexp.models.heads import check
-from specexp.zoo.heads import accuracy, laws_of, loss_of, make, train_heads
+from specexp.zoo.heads import accuracy, loss_of, make, predictions_of, train_heads
 from specexp.zoo.recipes import HEADS, Course, Phase
 from specexp.zoo.rows import Rows
 from specexp.zoo.train import fit
@@ -23,27 +23,27 @@ KINDS = ["medusa", "eagle", "eagle3"]
 
 def test_loss_is_least_at_the_heads_own_distribution():
     """`loss_of` is least where the heads say what the target says."""
-    law = torch.rand(2, 5, 7).softmax(-1)
+    p = torch.rand(2, 5, 7).softmax(-1)
 
     def says(logits):
-        return lambda batch: iter([(logits, law)])
+        return lambda batch: iter([(logits, p)])
 
-    right = loss_of(says(law.log()), "cpu")(torch.zeros(1))
-    wrong = loss_of(says(law.log() + torch.randn(2, 5, 7)), "cpu")(torch.zeros(1))
+    right = loss_of(says(p.log()), "cpu")(torch.zeros(1))
+    wrong = loss_of(says(p.log() + torch.randn(2, 5, 7)), "cpu")(torch.zeros(1))
     assert right < wrong
-    assert float(right) == pytest.approx(float(-(law * law.log()).sum(-1).mean()), abs=1e-3)
-    assert accuracy(says(law.log()), torch.zeros(1), "cpu") == [1.0]
+    assert float(right) == pytest.approx(float(-(p * p.log()).sum(-1).mean()), abs=1e-3)
+    assert accuracy(says(p.log()), torch.zeros(1), "cpu") == [1.0]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_inputs_and_targets_match_drafting(kind):
-    """Token `number` of a draft that leaves the text anywhere: what is said of it, and its law."""
+    """Token `number` of a draft that leaves the text anywhere: the logits for it, and p."""
     net, target = heads(kind), module()
     drawn = torch.randint(0, V, (1, 14), generator=torch.Generator().manual_seed(1))
     text, drafter = drawn[0].tolist(), SimpleNamespace(heads=net, net=net)
     ids = net.draft_ids if kind == "eagle3" else torch.arange(V)
-    for number, (logits, law) in enumerate(laws_of(net, target, 3)(drawn)):
+    for number, (logits, p) in enumerate(predictions_of(net, target, 3)(drawn)):
         for start in (2, 6, 10):
             here, whole = start - 2, start + number
             drafted = law_after(kind, drafter, text[:start], text[start:whole])[ids]
@@ -52,7 +52,7 @@ def test_training_inputs_and_targets_match_drafting(kind):
                 start,
                 number,
             )
-            assert torch.allclose(law[0, here].double(), right, atol=1e-6), (start, number)
+            assert torch.allclose(p[0, here].double(), right, atol=1e-6), (start, number)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,7 +60,7 @@ def test_head_training_loss_falls(tmp_path, kind):
     target = tiny_llama(0).eval().requires_grad_(False)
     drawn = np.random.default_rng(0).integers(1, V, 5000)
     head = make(HEADS[kind].quick(), target, torch.from_numpy(np.bincount(drawn, minlength=V)))
-    loss = loss_of(laws_of(head, target, 3), "cpu")
+    loss = loss_of(predictions_of(head, target, 3), "cpu")
     course = Course((Phase(40, 4, 32),))
     losses = fit(kind, course, Rows({"noise": [drawn]}), tmp_path, head, loss, compiled=False)
     assert np.mean(losses[-5:]) < np.mean(losses[:5])

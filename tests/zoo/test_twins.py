@@ -167,8 +167,8 @@ def test_agreement_is_of_the_greedy_text_of_the_target(pairs):
 
 
 def test_agreement_falls_with_the_factor():
-    model = twins._drawn(TINY, "float32", 0)
-    shares = [twins._share(model, TINY, damp, 0) for damp in (0.001, 0.01, 0.05, 0.2, 1.0)]
+    model = twins._undamped(TINY, "float32", 0)
+    shares = [twins._agreement_at(model, TINY, damp, 0) for damp in (0.001, 0.01, 0.05, 0.2, 1.0)]
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.99
     assert shares[-1] < 0.15
@@ -176,7 +176,7 @@ def test_agreement_falls_with_the_factor():
 
 def test_a_narrow_model_agrees_as_often_as_a_wide_one():
     shares = [
-        twins._share(twins._drawn(shape, "float32", 0), shape, 0.06, 0)
+        twins._agreement_at(twins._undamped(shape, "float32", 0), shape, 0.06, 0)
         for shape in (replace(TINY, draft=1), replace(TINY, width=256, hidden=704))
     ]
     assert shares[0] == pytest.approx(shares[1], abs=0.05)

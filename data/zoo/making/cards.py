@@ -32,8 +32,8 @@ def measure(
 
     `loss`: nats per token. With a target, both given the true text before each position:
     `agreement`, how often both have the same most probable token, and `overlap`, 1 - TV of the
-    two laws, which is the acceptance probability of rejection sampling (Leviathan et al. 2022,
-    section 3.2).
+    two distributions, which is the acceptance probability of rejection sampling (Leviathan et al.
+    2022, section 3.2).
     """
     figures: Figures = {}
     for kind, texts in documents.items():
@@ -152,8 +152,8 @@ def _figures(facts: Mapping[str, Any]) -> str:
     if "agreement" in next(iter(facts["held_out"].values())):
         notes += (
             " Both given the true text before each position, agreement is how often this model and "
-            "the target have the same most probable token; overlap is 1 - TV of their laws, the "
-            "probability that a sampled draft token is accepted."
+            "the target have the same most probable token; overlap is 1 - TV of their "
+            "distributions, the probability that a sampled draft token is accepted."
         )
     return f"{table(facts['held_out'])}\n\n{notes}"
 
@@ -201,9 +201,9 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
         "FOLDER is this folder. They read this target's hidden states and work with no other "
         "target.",
         "Training": schedule(
-            "Distilled from the target's law (soft cross-entropy) on the training text and on "
-            "passages that the target continued at temperature 0.8; each drafted position weighs "
-            "0.8 times the one before.",
+            "Distilled from the target's distribution (soft cross-entropy) on the training text "
+            "and on passages that the target continued at temperature 0.8; each drafted position "
+            "weighs 0.8 times the one before.",
             trained,
         ) + f"\n\n{corpus_paragraph(corpus)}",
         "Held-out text": f"{table(facts['held_out'])}\n\nAt each drafted position, how often the "

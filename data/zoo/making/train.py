@@ -7,7 +7,6 @@ generated. This file does not know what the text is (`corpus.py`) or how a step 
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -118,29 +117,27 @@ def _tokenizer(texts: Texts, recipe: Recipe, out: Path) -> PreTrainedTokenizerFa
 def loss_of(
     model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, exits: tuple[int, ...] = ()
 ) -> Loss:
-    """Cross-entropy per token of a batch [B, T + 1], against the text or a teacher's law.
+    """Cross-entropy per token of a batch [B, T + 1], against the text or a teacher's distribution.
 
     `exits`: layers whose hidden states must also predict the token through the model's own norm and
     head; the mean of their losses is added (LayerSkip, Elhoushi et al. 2024, section 4.1.2).
     """
 
-    def laws(net: LlamaForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
+    def logits(net: LlamaForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
         out = net.model(input_ids=ids, use_cache=False, output_hidden_states=bool(exits))
         states = [out.last_hidden_state, *(net.model.norm(out.hidden_states[e]) for e in exits)]
         return [F.linear(x, net.lm_head.weight).flatten(0, 1).float() for x in states]  # [B * T, V]
 
-    def against(answer: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
-        def loss(batch: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(model.device.type, torch.bfloat16):
-                right = answer(batch)
-                last, *early = (F.cross_entropy(x, right) for x in laws(model, batch[:, :-1]))
-                return last + sum(early) / len(early) if early else last
+    def answers(batch: torch.Tensor) -> torch.Tensor:
+        if teacher is None:
+            return batch[:, 1:].flatten()
+        with torch.no_grad():
+            return logits(teacher, batch[:, :-1])[0].softmax(-1)
 
-        return loss
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(model.device.type, torch.bfloat16):
+            right = answers(batch)
+            last, *early = (F.cross_entropy(x, right) for x in logits(model, batch[:, :-1]))
+            return last + sum(early) / len(early) if early else last
 
-    @torch.no_grad()
-    def law(batch: torch.Tensor) -> torch.Tensor:
-        assert teacher is not None
-        return laws(teacher, batch[:, :-1])[0].softmax(-1)
-
-    return against(law) if teacher is not None else against(lambda batch: batch[:, 1:].flatten())
+    return loss
