@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,15 +53,6 @@ class Identity:
     parts: dict[str, str]
     models: tuple[str, ...] = ()
     data: tuple[Path, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """The digest of them all: a point's `run_key`."""
-        return digest(self.parts)
-
-    def with_params(self, params: Mapping[str, Any]) -> Identity:
-        """That of a point that differs in these parameters alone, and in no file that they name."""
-        return replace(self, parts=self.parts | {"params": digest(params)})
 
 
 def identity_of(

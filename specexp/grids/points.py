@@ -135,11 +135,12 @@ def _points(
             wrong.setdefault(problem.what, set()).add(line)
         if not found:
             continue
-        good[rest] = found = found.with_params(params)
+        good[rest] = found
         if not wrong:
-            name = mlflow_view.run_name(written, varying, among) or path.stem
-            yield Point(name, file, path, experiment, params, varying, timeout, found, found.key,
-                        grid.notebook.timed)  # fmt: skip
+            found = replace(found, parts=found.parts | {"params": identity.digest(params)})
+            key, name = identity.digest(found.parts), mlflow_view.run_name(written, varying, among)
+            yield Point(name or path.stem, file, path, experiment, params, varying, timeout, found,
+                        key, grid.notebook.timed)  # fmt: skip
     for what, numbers in wrong.items():
         for line in numbers:
             report.add(grid.path, line, what)
