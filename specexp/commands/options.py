@@ -15,16 +15,12 @@ from specexp.measure.parameters import PARAMETERS, help_of
 from specexp.terminal import Terminal, harmless
 
 console = Terminal(markup=False, emoji=False, highlight=False)  # messages are not markup
-
-
 PANELS = {  # of --help, and the parameters in each
     "Models": ("target", "drafter", "dtype", "device"),
     "Drafting": ("gamma", "tree", "rule", "policy"),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "sampling", "seed"),
     "Prompts": ("prompts", "limit", "chat", "max_new_tokens"),
 }
-
-
 MEANT = {"generate": "--prompt", "serve": "--load", "profile": "--target", "train": "--target"}
 
 

@@ -1,14 +1,11 @@
 """The files that a point's numbers can depend on: the import closure of its notebook.
 
 1. `read` takes from a file's code, by `ast`, what it may import, at any depth, and its strings.
-2. `_follow` goes from modules to their files (`_Finder`), reads these, and so on. It goes through
-   the rooms that compute numbers (ROOMS) and through code of one's own, beside the notebook or on
-   Python's path. Figures, grids, tracking, commands and the zoo are not followed: mending a plot
-   makes no result old.
+2. `_follow` goes from modules to their files and on to what these import: through the rooms that
+   compute numbers and through code of one's own. Figures, grids, tracking, commands and the zoo are
+   left out: mending a plot makes no result old. Nothing is imported here.
 3. A drafter is imported by its name when it runs, so `closure` adds the files of the drafters that
    are named: in the parameters, the notebook, or the files found so far.
-
-Nothing is imported here.
 """
 
 import ast
@@ -183,7 +180,7 @@ def _follow(modules: Iterable[str], finder: "_Finder") -> dict[Path, Source]:
 
 
 def _imported_by(path: Path, source: Source, finder: "_Finder") -> list[str]:
-    """The modules that a file may import, by absolute names; some of specexp's stand in strings."""
+    """The modules that a file may import; specexp names some of its own in strings."""
     if path == PACKAGE / "__init__.py":
         return []  # it imports when a public name is used (`behind_public_names`)
     package = path.parent.relative_to(finder.root_of(path)).parts
@@ -218,9 +215,9 @@ def behind_public_names(module: str) -> list[str]:
 
 
 class _Finder:
-    """Finds the files of modules that count: of specexp, beside the notebook, and where else Python
-    finds code of one's own (on PYTHONPATH, or installed as editable). Installed packages count only
-    if they are `named` by parameters."""
+    """Finds the files of modules that count: of specexp, beside the notebook, and of code of one's
+    own on PYTHONPATH or installed as editable; of other packages if parameters name them (`named`).
+    """
 
     def __init__(self, folder: Path, named: Set[str]) -> None:
         self.folder, self.named = folder, named

@@ -42,11 +42,8 @@ def moved(name: str, value: Any, grid: Path, notebook: Path) -> Any:
                 f"the grid file, write {os.path.relpath(beside, grid)!r}"
             )
         is_path = name in DATA or (name in MODELS and Path(path).name != path)
-        if (
-            is_path
-            and (head or ":" not in path)
-            and (near := meant_beside(Path(path), folder=grid))
-        ):
+        is_path = is_path and (head != "" or ":" not in path)
+        if is_path and (near := meant_beside(Path(path), folder=grid)):
             raise UserError(f"{name}: there is no {path!r:.80} relative to the grid file{near}")
     return value
 

@@ -189,10 +189,8 @@ class Backend:
 
                 soon = {"connect_timeout": 10}  # MLflow itself tries for minutes
                 sqlalchemy.create_engine(self.uri, connect_args=soon).connect().close()
-            else:
-                last = Known(on_disk=True).cached(tables_version, self.uri)
-                if last == _version(self.file):
-                    return
+            elif Known(on_disk=True).cached(tables_version, self.uri) == _version(self.file):
+                return
             create_tables(self.uri)
 
     def empty(self) -> bool:

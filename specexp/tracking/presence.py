@@ -80,16 +80,14 @@ def shown_as(folder: Path) -> ShownAs:
 
 
 def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:
-    """Give a result another experiment and the names in these tags. MLflow shows them when the
-    result is published the next time."""
+    """Give a result another experiment and the names in these tags, for when it is published."""
     names = {"experiment": experiment, "tags": {name: tags[name] for name in FOLLOWING}}
     with files.whole(result / results.NEW_NAMES) as partial:
         partial.write_text(json.dumps(names))
 
 
 def unmark(folder: Path) -> None:
-    """Take the mark `published` from a folder. Its runs in an experiment that it no longer belongs
-    to are deleted."""
+    """Take the mark `published` from a folder; delete its runs in experiments that it has left."""
     from mlflow.exceptions import MlflowException
 
     client, renamed = runs.client(), results.new_names(folder)

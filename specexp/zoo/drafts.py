@@ -27,7 +27,7 @@ from specexp.errors import UserError, counted, refusing
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
-from specexp.zoo.train import Loss, can_compile, fingerprint, fit, save_whole, trained_on
+from specexp.zoo.train import Loss, can_compile, fingerprint, fit, save, trained_on
 
 TEMPERATURE = 0.8  # of the answers
 ANSWER = 160  # tokens of an answer, at most
@@ -124,7 +124,7 @@ def answered(engine: Engine, prompts: Sequence[list[int]], seconds: float, file:
             state["seconds"].append(time.perf_counter() - begin)
             bar.update(len(batch))
             bar.set_postfix_str(f"{sum(state['seconds']):.0f} of {seconds:.0f} s")
-            save_whole(file, state)
+            save(file, state)
     return [text.numpy() for text in state["documents"]]
 
 
@@ -190,7 +190,7 @@ def _steps(loss: Loss, rows: Rows, course: Course, device: str, seconds: float, 
             loss(batch).backward()
             times.append(time.perf_counter() - begin)
         state["steps"] = max(FEWEST, int(seconds / times[-1]))
-        save_whole(file, state)
+        save(file, state)
     return int(state["steps"])
 
 

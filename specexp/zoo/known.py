@@ -56,9 +56,8 @@ class Known:
         return answer
 
     def cached(self, function: Callable[..., Answer] | str, *args: Any) -> Any:
-        """The answer of a function to these texts and numbers, in this folder. One that takes
-        seconds to import is given as "specexp.MODULE.FUNCTION": it is imported only if its answer
-        is not in the cache."""
+        """The answer of a function to these texts and numbers, in this folder. One that is slow to
+        import is given as "specexp.MODULE.FUNCTION", and imported only if it has to be asked."""
         return self(self._look_up, _name(function), *args)
 
     def ask_again(self, function: Callable[..., Answer], *args: Any) -> Any:

@@ -63,7 +63,7 @@ def continued(
             prompts = [openings[j] for j in drawn[i : i + TOGETHER]]
             answers = engine.generate(prompts, new, range(i, i + len(prompts))).tokens
             texts += [[*p, *answer, end] for p, answer in zip(prompts, answers, strict=True)]
-        save_whole(path, torch.tensor(texts, dtype=torch.int32))
+        save(path, torch.tensor(texts, dtype=torch.int32))
     return list(torch.load(path, weights_only=True).numpy())
 
 
@@ -109,9 +109,7 @@ def fit(
             bar.set_postfix(loss=f"{recent:.3f}", tokens_s=f"{rate:.0f}", refresh=False)
             if (step + 1) % checkpoint_every == 0 or step + 1 == course.steps:
                 progress = [optimizer.state_dict() for optimizer in optimizers]
-                save_whole(
-                    path, {"model": model.state_dict(), "optimizers": progress, "losses": losses}
-                )
+                save(path, {"model": model.state_dict(), "optimizers": progress, "losses": losses})
                 watch(step + 1, recent)
     finally:
         torch.set_flush_denormal(False)
@@ -154,7 +152,7 @@ def _optimizers(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]
     return optimizers
 
 
-def save_whole(path: Path, content: object) -> None:
+def save(path: Path, content: object) -> None:
     """Save atomically: a reader finds the old file or the new one, never a part."""
     with files.whole(path) as partial, partial.open("wb") as file:
         torch.save(content, file)

@@ -58,12 +58,12 @@ def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
     steps = []
 
     def killed(file, state):
-        drafts.save_whole(file, state)
+        drafts.save(file, state)
         steps.append(len(state["losses"]))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as first:
-        first.setattr("specexp.zoo.train.save_whole", killed)
+        first.setattr("specexp.zoo.train.save", killed)
         with pytest.raises(KeyboardInterrupt):
             train()
     assert 0 < steps[0] < drafts.FEWEST

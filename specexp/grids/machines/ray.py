@@ -190,9 +190,8 @@ class OnRay:
                     f"{point.notebook} is outside {results.ROOT}: workers only get what is in there"
                 )
         self.say, self._points, self._forked = say, points, forked
-        self._address = (
-            os.environ.get("RAY_ADDRESS", OWN_CLUSTER) if address == OWN_CLUSTER else address
-        )
+        usual = os.environ.get("RAY_ADDRESS", OWN_CLUSTER)
+        self._address = usual if address == OWN_CLUSTER else address
         self._over = threading.Event()
         self._modules = notebooks.modules_of(sorted({p.notebook for p in points}))
         self._code = provenance.code_digest()
