@@ -80,7 +80,7 @@ def generate(
     trees = rounds and not Tree.parse(options["tree"], options["gamma"]).is_chain
     for number, text in enumerate(question.text for question in texts):
         speed, output = _timed(pairing, text, max_new_tokens)
-        output, parents = _drawn(pairing, text, max_new_tokens) if trees else (output, [])
+        output, parents = _rerun(pairing, text, max_new_tokens) if trees else (output, [])
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
         if as_json:
             shown = {"prompts": str(texts)} | _as_dict(pairing, text, output, exact, parents)
@@ -123,7 +123,7 @@ def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, 
     }, output  # fmt: skip
 
 
-def _drawn(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[Output, list[list[int]]]:
+def _rerun(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[Output, list[list[int]]]:
     """The output made once more, round by round, and the parent of each node of every draft."""
     from specexp.engine import Engine
 

@@ -27,7 +27,7 @@ from specexp.errors import UserError, counted, refusing
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
-from specexp.zoo.train import Loss, can_compile, fingerprint, fit, save, trained_on
+from specexp.zoo.train import Loss, fingerprint, fit, save, trained_on
 
 TEMPERATURE = 0.8  # of the answers
 ANSWER = 160  # tokens of an answer, at most
@@ -159,8 +159,7 @@ def train(
     steps = _steps(loss, rows, Course((Phase(1, batch, LENGTH),)), device, 45 * minutes, file)
     draft.zero_grad(set_to_none=True)
     course = Course((Phase(steps, batch, LENGTH),), adam_lr=1e-3)
-    compiled = device != "cpu" and can_compile(device)
-    losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, compiled,
+    losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, device != "cpu",
                  checkpoint_every=min(20, steps // 4), aim=(layers, digest))  # fmt: skip
     figures = {"answers": agreement(target, draft, held)}
     answers = {"source": source, "answered": len(documents),
