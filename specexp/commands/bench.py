@@ -76,7 +76,7 @@ def bench(
         try:
             result = every.run(name, pairing, texts, rows, max_new_tokens, repeats)
             report["suites"][name] = result
-        except KeyboardInterrupt as e:  # from `interleave.take`
+        except KeyboardInterrupt as e:  # from `interleave.time_in_turns`
             report["interrupted"] = {name: e.args[0] if e.args else {}}
         if out:
             files.write(out, json.dumps(report, indent=1))

@@ -112,7 +112,7 @@ def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, 
         "plain": lambda _: plain.generate(ids, max_new_tokens),
         "own": lambda _: pairing.generate([text], max_new_tokens),
     }
-    turns = interleave.take(arms, range(RUNS), pairing.target.device, about="")
+    turns = interleave.time_in_turns(arms, range(RUNS), pairing.target.device, label="")
     sides = [[turn.result.trace.tpot_s for turn in turns[arm]] for arm in arms]
     (plain_s, own_s), output = map(min, sides), turns["own"][-1].result
     spread, speedup = max(max(side) / min(side) for side in sides), plain_s / own_s

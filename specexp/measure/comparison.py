@@ -1,7 +1,7 @@
 """One pairing against plain decoding in two lines: how much faster is it, and is its output the
 target's?
 
-`Pairing.compare_with_plain` returns it. It is timed by `one_pairing.duel` and checked by
+`Pairing.compare_with_plain` returns it. It is timed by `one_pairing.latency_by_arm` and checked by
 `exactness.certify`.
 """
 
@@ -51,7 +51,9 @@ def with_plain(
     if repeats < 1:
         raise UserError(f"repeats is {repeats}; it must be 1 or more")
     prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts)]
-    samples = one_pairing.duel({pairing.drafter: pairing}, prompts, max_new_tokens, repeats)
+    samples = one_pairing.latency_by_arm(
+        {pairing.drafter: pairing}, prompts, max_new_tokens, repeats
+    )
     (speedup,) = statistics.together([summaries.speedup(samples)])
     exactness = certify(pairing.engine, pairing.encode(texts), max_new_tokens)
     return Comparison(speedup, len(prompts), exactness, summaries.pooled(samples))

@@ -1,4 +1,4 @@
-"""Interleaved timing: `specexp bench` calls the arms that it compares in turns.
+"""Interleaved timing: the arms of a comparison are called in turns.
 
 The speed of a shared machine drifts. Arms called one after another, in reverse order every other
 turn, meet the same drift, so their ratios are reproducible where their seconds are not. The unit of
@@ -20,7 +20,7 @@ from specexp.measure.statistics import Interval
 
 Arm = TypeVar("Arm")
 Item = TypeVar("Item")
-FEW = 8  # arms whose medians fit beside a progress bar
+MAX_SHOWN = 8  # arms whose medians fit beside a progress bar
 BAR = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"  # leaves room for medians
 
 
@@ -38,26 +38,27 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def take(
+def time_in_turns(
     arms: Mapping[Arm, Callable[[Item], Any]],
     items: Sequence[Item],
     device: torch.device,
-    about: str,
+    label: str,
     lead: int = 0,
     warm: Sequence[Item] = (),
 ) -> dict[Arm, list[Turn]]:
-    """Time every arm on every item, arms in reverse order every other turn; one turn an item.
+    """Call every arm on every item and time each call; on every other item the arms go in reverse.
 
-    Uncounted warm-up turns come first, on `warm` (where rounds are recorded: items of every shape),
-    or else on the first item. Each arm is called `lead` more times just before every timed call, on
-    the same item. about: the label of the progress bar, which shows the medians of few arms as they
-    come; none without it. Returns the turns of each arm, one an item, in the order of the items. A
-    KeyboardInterrupt tells what was timed before it: its argument has the seconds by arm."""
+    warm: items of uncounted warm-up turns, by default the first item (where rounds are recorded, an
+    item of every shape). lead: untimed calls of an arm, on the same item, just before each timed
+    one. label: that of the progress bar, which shows the medians of few arms; "" for no bar.
+
+    Returns the turns of each arm, in the order of the items. A KeyboardInterrupt is raised again
+    with the seconds timed until then, by arm, as its argument."""
     turns: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
     first = warm or items[:1]
     calls = len(arms) * (len(first) + len(items))
     with (
-        tqdm(total=calls, desc=about, bar_format=BAR, disable=not about) as bar,
+        tqdm(total=calls, desc=label, bar_format=BAR, disable=not label) as bar,
         _report_if_interrupted(turns),
     ):
         for number, item in enumerate([*first, *items], 1 - len(first)):
@@ -70,7 +71,7 @@ def take(
                 if number > 0:
                     turns[arm].append(Turn(duration, result))
                 bar.update()
-            if number > 0 and len(arms) <= FEW:
+            if number > 0 and len(arms) <= MAX_SHOWN:
                 so_far = (f"{_name(a)} {1e3 * median_s(each):,.2f}" for a, each in turns.items())
                 bar.set_postfix_str(f"ms: {', '.join(so_far)}", refresh=False)
     return turns

@@ -21,7 +21,7 @@ from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import CONTEXT, PASSES, a_pass
-from specexp.measure.one_pairing import in_stages, lone_tree
+from specexp.measure.one_pairing import in_stages, single_stream_tree
 from specexp.measure.prompts import SHIPPED, Prompt
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import Costs
@@ -66,7 +66,7 @@ class Snapshot:
 def rounds(pairing: Pairing, prompt: str, count: int) -> list[Snapshot]:
     """The first rounds of this prompt, `count` or until it ends: those of `pairing.generate`."""
     engine, [text] = pairing.engine, pairing.encode([prompt])
-    stages = in_stages(engine, text, count * len(lone_tree(engine)), engine.eos)
+    stages = in_stages(engine, text, count * len(single_stream_tree(engine)), engine.eos)
     snapshots: list[Snapshot] = []
     for draft, seen, verdict, step in islice(stages, count):
         drafted = [token for token in draft.tokens[0, 1:].tolist() if token >= 0]
@@ -187,7 +187,9 @@ def passes(
     tokens = [n for n in sorted({1, *tokens}) if n <= context // 2]
     ids = [token for row in pairing.encode([p.text for p in prompts]) for token in row]
     arms = {n: a_pass(pairing.target, ids, 1, n, context, tokens[-1]) for n in tokens}
-    turns = interleave.take(arms, range(3 * PASSES), pairing.target.device, "passes", lead=1)
+    turns = interleave.time_in_turns(
+        arms, range(3 * PASSES), pairing.target.device, "passes", lead=1
+    )
     times = {n: interleave.ratio(turns[n], turns[1]) for n in tokens}
     return pd.DataFrame(
         {"tokens": n, "ms": 1e3 * interleave.median_s(turns[n])} | t.columns("times")

@@ -35,10 +35,10 @@ from specexp.serving.cost_table import CALM
 from specexp.trace import Step, Trace
 from specexp.tree import Tree
 
-TOGETHER = 16  # prompts that are decoded in one batch where nothing is timed
+UNTIMED_BATCH = 16  # prompts in a batch where nothing is timed
 PLAIN = ("plain",)  # the arm of plain decoding; any string may be that of another
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
-ALIKE = 0.02  # how far the passes of repeats may differ, from near ties alone
+NEAR_TIES = 0.02  # by how much near ties alone may change the acceptance length of a repeat
 
 log = logging.getLogger("specexp")
 
@@ -63,16 +63,16 @@ def acceptance(
     category, question_id; drafted, accepted, emitted and cut (tokens), passes (of the target);
     record (`Acceptance`), and the rounds behind them (see `summaries.rounds`). Raises UserError if
     a pairing drafts nothing."""
-    if not all(lone_tree(pairing.engine).depth for pairing in pairings):
+    if not all(single_stream_tree(pairing.engine).depth for pairing in pairings):
         raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
     rows: list[dict[str, Any]] = []
-    runs = [r.with_(temperature=t) for t in temperatures or () for r in pairings] or pairings
+    runs = [p.with_(temperature=t) for t in temperatures or () for p in pairings] or pairings
     with tqdm(total=len(runs) * len(prompts), desc="acceptance", unit="prompt") as bar:
         for pairing in runs:
             for chunk in _chunks(prompts):
                 trace = pairing.generate([p.text for p in chunk], max_new_tokens).trace
                 for row, prompt in enumerate(chunk):
-                    rows.append(_row(pairing, prompt) | _outcome(trace, row))
+                    rows.append(_labels(pairing, prompt) | _counts(trace, row))
                 bar.update(len(chunk))
     return pd.DataFrame(rows)
 
@@ -99,9 +99,11 @@ def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd
 def in_stages(
     engine: Engine, ids: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()
 ) -> Iterator[tuple[Draft, Forward, Verdict, Step]]:
-    """The rounds of one row as the engine runs them, with what their stages return."""
-    tree, room = lone_tree(engine), {"slack": engine.policy.widest, "device": engine.target.device}
-    seqs = engine.begin(Sequences.of([ids], max_new_tokens, eos=eos, **room))
+    """The rounds of one row, as the engine runs them: each with its draft, the target pass over it,
+    the rule's verdict, and the step as traces have it."""
+    tree, device = single_stream_tree(engine), engine.target.device
+    batch = Sequences.of([ids], max_new_tokens, slack=engine.policy.widest, eos=eos, device=device)
+    seqs = engine.begin(batch)
     while bool(seqs.live.all()):
         draft = engine.draft(seqs, tree)
         seen = engine.verify(seqs, draft)
@@ -111,7 +113,7 @@ def in_stages(
 
 
 def _chunks(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-    return [prompts[i : i + TOGETHER] for i in range(0, len(prompts), TOGETHER)]
+    return [prompts[i : i + UNTIMED_BATCH] for i in range(0, len(prompts), UNTIMED_BATCH)]
 
 
 def edges(
@@ -124,7 +126,7 @@ def edges(
     siblings), accepted (rounds) and rate (of the rounds that accepted its parent)."""
     rows: list[dict[str, Any]] = []
     for name, pairing in arms.items():
-        tree = lone_tree(pairing.engine)
+        tree = single_stream_tree(pairing.engine)
         if tree.width:
             continue
         accepted = np.zeros(len(tree), int)
@@ -154,17 +156,16 @@ def latency(
     pairing: Pairing, prompts: Sequence[Prompt], gammas: Sequence[int], max_new_tokens: int,
     repeats: int = 1,
 ) -> pd.DataFrame:  # fmt: skip
-    """One stream at a time at every draft length, beside plain decoding of the same turn: `duel`
-    with a draft length as each arm, without the column arm."""
+    """`latency_by_arm` with a draft length as each arm, without the column arm."""
     arms: dict[Any, Pairing] = {gamma: pairing.with_(gamma=gamma) for gamma in gammas}
-    return duel(arms, prompts, max_new_tokens, repeats).drop(columns="arm")
+    return latency_by_arm(arms, prompts, max_new_tokens, repeats).drop(columns="arm")
 
 
-def duel(
+def latency_by_arm(
     arms: dict[Any, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
 ) -> pd.DataFrame:
     """One stream at a time: all arms and plain decoding take turns on every prompt. Repeats in
-    which a drafter remembers what it saw before are left out (see `_without_memory`).
+    which a drafter remembers what it saw before are left out (see `_drop_remembered_repeats`).
 
     One row an arm, prompt and repeat: the columns of `acceptance`, and arm, repeat, ttft_s, s and
     tokens (decoding time in seconds without prefill, delivered tokens), plain_s and plain_tokens
@@ -174,16 +175,16 @@ def duel(
     items = [[ids] for ids in pairing.encode([p.text for p in prompts])] * repeats
     turns = _by_turns(engines, items, max_new_tokens, "latency")
     rows = [
-        _row(arms[arm], prompt)
+        _labels(arms[arm], prompt)
         | {"arm": arm, "repeat": repeat, "ttft_s": trace.ttft_s}
         | {"s": trace.decode_s, "tokens": trace.emitted}
         | {"plain_s": traces[PLAIN].decode_s, "plain_tokens": traces[PLAIN].emitted}
-        | _outcome(trace)
+        | _counts(trace)
         for (repeat, prompt), traces in zip(product(range(repeats), prompts), turns, strict=True)
         for arm, trace in traces.items()
         if arm != PLAIN
     ]
-    return _without_memory(pd.DataFrame(rows), "arm")
+    return _drop_remembered_repeats(pd.DataFrame(rows), "arm")
 
 
 def throughput(
@@ -197,8 +198,8 @@ def throughput(
     which every row is live are counted, so the batch really has that size.
 
     One row a batch of prompts and repeat, with columns pairing, gamma, batch, number (of the batch
-    of prompts), repeat; s, tokens, plain_s, plain_tokens as in `duel`, of the whole batch;
-    context (slots of the batch's buffer, without those of a draft); and the counts of
+    of prompts), repeat; s, tokens, plain_s, plain_tokens as in `latency_by_arm`, of the whole
+    batch; context (slots of the batch's buffer, without those of a draft); and the counts of
     `acceptance`."""
     fast, plain = pairing.with_().engine, pairing.engine.plain()
     fast.eos = plain.eos = ()
@@ -221,15 +222,15 @@ def throughput(
                 | {"number": number, "repeat": repeat, "s": s, "tokens": tokens}
                 | {"plain_s": plain_s, "plain_tokens": plain_tokens}
                 | {"context": max(map(len, ids)) + max_new_tokens}
-                | _outcome(traces["fast"])
+                | _counts(traces["fast"])
             )
-    return _without_memory(pd.DataFrame(rows), "batch")
+    return _drop_remembered_repeats(pd.DataFrame(rows), "batch")
 
 
 def _by_turns(
-    engines: Mapping[Any, Engine], items: Sequence[list[list[int]]], max_new_tokens: int, about: str
+    engines: Mapping[Any, Engine], items: Sequence[list[list[int]]], max_new_tokens: int, label: str
 ) -> Iterator[dict[Any, Trace]]:
-    """The traces of all engines on each item, a batch of token ids; they generate it in turns.
+    """Let all engines generate every item, a batch of token ids, in turns; their traces of an item.
 
     Where rounds are recorded, an item of every buffer size comes first, uncounted, the largest
     twice: engines share the target's cache, and recordings are lost when it grows."""
@@ -244,18 +245,18 @@ def _by_turns(
             for arm, engine in engines.items()}  # fmt: skip
     device = next(iter(engines.values())).target.device
     warm = [*largest_first[:1], *largest_first]
-    turns = interleave.take(arms, items, device, about, warm=warm)
+    turns = interleave.time_in_turns(arms, items, device, label, warm=warm)
     for each in zip(*turns.values(), strict=True):
         yield {arm: turn.result.trace for arm, turn in zip(turns, each, strict=True)}
 
 
-def _without_memory(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The samples without later repeats of an arm (a value of the column `by`) whose acceptance
-    length changes between repeats. As prompts and noise are the same, its drafter remembers them; a
+def _drop_remembered_repeats(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+    """The samples without later repeats of arms (values of the column `by`) whose acceptance length
+    changes between repeats: prompts and noise are the same, so the drafter remembers them. A
     warning says so."""
     counts = samples.pivot_table(["accepted", "passes"], by, "repeat", "sum")
     lengths = 1 + counts["accepted"] / counts["passes"]
-    remembers = lengths.index[lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)]
+    remembers = lengths.index[lengths.max(axis=1) > (1 + NEAR_TIES) * lengths.min(axis=1)]
     for name in remembers:
         log.warning(
             f"{by} {name}: {', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in "
@@ -271,20 +272,20 @@ def full_batch(trace: Trace) -> tuple[float, int]:
 
 
 def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
-    """What a round of each arm costs, in time (see `_phases`) and in memory.
+    """What a round of each arm costs, in time (see `_round_seconds`) and in memory.
 
     One row an arm, with columns arm; draft_s, verify_s, rest_s (seconds of a round) and step_s (of
     a plain step); drafted (draft tokens of a round); weights_mb and kv_bytes (MB, and bytes a
     token, that the drafter needs besides the target's)."""
     first = next(iter(arms.values()))
     engines = {None: first.engine.plain(), **{arm: pairing.engine for arm, pairing in arms.items()}}
-    kinds = {arm: (engine, lone_tree(engine)) for arm, engine in engines.items()}
-    seconds = _phases(kinds, first.encode([p.text for p in prompts]), repeats)
+    kinds = {arm: (engine, single_stream_tree(engine)) for arm, engine in engines.items()}
+    seconds = _round_seconds(kinds, first.encode([p.text for p in prompts]), repeats)
     step = sum(seconds.pop(None))
     return pd.DataFrame(
         {
             "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
-            "drafted": len(lone_tree(engines[arm])) - 1,
+            "drafted": len(single_stream_tree(engines[arm])) - 1,
             "weights_mb": added_bytes(engines[arm]) / 1e6,
             "kv_bytes": sum(m.kv_bytes(m.cache.size) // m.cache.size
                             for m in engines[arm].drafter.models
@@ -297,46 +298,48 @@ def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40
 def pass_costs(
     pairing: Pairing, prompts: Sequence[Prompt], gammas: Sequence[int], repeats: int = 40
 ) -> pd.DataFrame:
-    """What a round costs at each draft length (see `_phases`).
+    """What a round costs at each draft length (see `_round_seconds`).
 
     One row a draft length, with columns gamma and draft_s, verify_s, rest_s (seconds to draft gamma
     tokens, to verify them, and for the rule and the commit). The row gamma = 0 is a plain step."""
     kinds = {g: (pairing.engine, Tree.chain(g)) for g in sorted({0, *gammas})}
-    seconds = _phases(kinds, pairing.encode([p.text for p in prompts]), repeats)
+    seconds = _round_seconds(kinds, pairing.encode([p.text for p in prompts]), repeats)
     return pd.DataFrame(
         {"gamma": gamma, "draft_s": draft, "verify_s": verify, "rest_s": rest}
         for gamma, (draft, verify, rest) in seconds.items()
     )
 
 
-def _phases(
+def _round_seconds(
     kinds: Mapping[Any, tuple[Engine, Tree]], texts: Sequence[list[int]], repeats: int
 ) -> dict[Any, tuple[float, float, float]]:
-    """Seconds to draft, to verify and for the rest of a round, for each kind of round.
+    """Seconds to draft, to verify and for the rest of a round, for each kind of round; the first
+    kind is a plain step.
 
-    The kinds, of which the first is plain, take turns, `repeats` rounds each, continuing one prompt
-    after another. Rounds are timed whole and, separately, with a clock between phases. The three
-    figures add up to the whole round: where the phases timed apart take longer than that, they are
-    scaled down to it. If a pass over several tokens seems to take less than a plain one, all are
-    timed once more, and the second time counts."""
-    seconds = _timed(kinds, texts, repeats)
+    The kinds take turns, `repeats` rounds each, continuing one prompt after another. Rounds are
+    timed whole and, separately, stage by stage. The three figures add up to the whole round: stages
+    that take longer than that are scaled down to it. If a pass over several tokens seems to take
+    less time than a plain one, all are timed once more, and the second time counts."""
+    seconds = _round_seconds_once(kinds, texts, repeats)
     (_, plain, _), *_ = seconds.values()
     least = min(verify for _, verify, _ in seconds.values())
-    return seconds if least >= theory.LEAST * plain else _timed(kinds, texts, repeats)
+    return seconds if least >= theory.LEAST * plain else _round_seconds_once(kinds, texts, repeats)
 
 
-def _timed(
+def _round_seconds_once(
     kinds: Mapping[Any, tuple[Engine, Tree]], texts: Sequence[list[int]], repeats: int
 ) -> dict[Any, tuple[float, float, float]]:
     deepest = max(tree.depth for _, tree in kinds.values())
     # one buffer size for all, so that rounds are recorded only once
     size = max(map(len, texts)) + (CALM + 2 * VISIT_ROUNDS) * (1 + deepest)
     # kinds share the target's cache: each prefills again
-    arms = {kind: partial(_rounds, engine, tree, size) for kind, (engine, tree) in kinds.items()}
+    arms = {
+        kind: partial(_time_rounds, engine, tree, size) for kind, (engine, tree) in kinds.items()
+    }
     visits = islice(cycle(texts), -(-repeats // VISIT_ROUNDS))
     device = next(iter(kinds.values()))[0].target.device
     seconds = {}
-    for kind, turns in interleave.take(arms, list(visits), device, "rounds").items():
+    for kind, turns in interleave.time_in_turns(arms, list(visits), device, "rounds").items():
         whole, apart = zip(*(turn.result for turn in turns), strict=True)
         (all_s,), (draft, verify) = _typical(chain(*whole)), _typical(chain(*apart))
         share = min(1.0, all_s / (draft + verify))
@@ -353,11 +356,11 @@ def _typical(rounds: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 @torch.inference_mode()
-def _rounds(
+def _time_rounds(
     engine: Engine, tree: Tree, size: int, text: list[int]
 ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """Time rounds that continue a prompt: (tokens drafted, seconds) of whole rounds, then (tokens
-    drafted, seconds to draft, seconds to verify) of rounds timed by phase.
+    drafted, seconds to draft, seconds to verify) of rounds timed stage by stage.
 
     The first rounds are not counted: the processor's caches still hold what another kind of round
     left there. At the end of the output the rows are reset to its beginning."""
@@ -390,7 +393,7 @@ def _rounds(
     return whole[lead:], apart
 
 
-def lone_tree(engine: Engine) -> Tree:
+def single_stream_tree(engine: Engine) -> Tree:
     """The draft shape that the engine's policy chooses for a single stream."""
     return engine.policy.choose(Load(1, 0)).tree
 
@@ -404,8 +407,8 @@ def added_bytes(engine: Engine) -> int:
     return sum(weight.nbytes for address, weight in own.items() if address not in shared)
 
 
-def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:
-    """Counts of one row (or of all), the `Acceptance` record, and the rounds behind them."""
+def _counts(trace: Trace, row: int | None = None) -> dict[str, Any]:
+    """Columns: counts of one row (or of all), their `Acceptance`, and the rounds behind them."""
     record = trace.acceptance if row is None else trace.by_row[row]
     record.check()
     rounds = [
@@ -420,7 +423,8 @@ def _outcome(trace: Trace, row: int | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(pairing: Pairing, prompt: Prompt) -> dict[str, Any]:
+def _labels(pairing: Pairing, prompt: Prompt) -> dict[str, Any]:
+    """Columns: what was run."""
     return {
         "pairing": pairing.drafter, "rule": pairing.engine.rule.name,
         "gamma": pairing.options["gamma"],

@@ -111,11 +111,11 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
 def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     """The speedup over plain decoding, one row a value of the column `by` (an arm).
 
-    samples: rows of `one_pairing.latency`, `duel` or `throughput`. Columns: that one; speedup with
-    its interval low, high and doubt (see `statistics.Interval`); tok_s and plain_tok_s (tokens a
-    second); acceptance length and rate. All intervals hold at once, so that any row may be picked.
-    A target pass over several tokens is never faster than over one, so a speedup above the
-    acceptance length is not credible.
+    samples: rows of `one_pairing.latency`, `latency_by_arm` or `throughput`. Columns: that one;
+    speedup with its interval low, high and doubt (see `statistics.Interval`); tok_s and plain_tok_s
+    (tokens a second); acceptance length and rate. All intervals hold at once, so that any row may
+    be picked. A speedup above the acceptance length is not credible: a target pass over several
+    tokens is never faster than over one.
 
     Column promised, the same in all rows: the speedup that picking the fastest promises, free of
     the luck by which it came out first (see `promised`)."""
@@ -140,8 +140,8 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
 def behind(samples: pd.DataFrame) -> pd.DataFrame:
     """How many times as fast the fastest arm is as each other, paired by prompt and repeat.
 
-    samples: rows of `one_pairing.duel`. One row an arm but the fastest, with columns arm, times,
-    and the ends low and high of its interval; all intervals hold at once."""
+    samples: rows of `one_pairing.latency_by_arm`. One row an arm but the fastest, with columns arm,
+    times, and the ends low and high of its interval; all intervals hold at once."""
     pair, timed = ["question_id", "repeat"], ["s", "tokens"]
     total = samples.groupby("arm")[timed].sum()
     first = (total["tokens"] / total["s"]).idxmax()
@@ -184,8 +184,8 @@ def promised(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     """For each prompt the rows of the arm (value of `by`) that is fastest on all other prompts: no
     prompt has a say in the choice that it judges.
 
-    samples: rows of `one_pairing.latency` or `duel`, all arms on the same prompts. A single prompt
-    chooses for itself; where there are no prompts but batches, nothing is chosen."""
+    samples: rows of `one_pairing.latency` or `latency_by_arm`, all arms on the same prompts. A
+    single prompt chooses for itself; where there are no prompts but batches, nothing is chosen."""
     if "question_id" not in samples:
         return samples
     total = samples.pivot_table(
@@ -317,10 +317,10 @@ def latency_metrics(
     }
 
 
-def duel_metrics(
+def arm_metrics(
     samples: pd.DataFrame, costs: pd.DataFrame
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Metrics and series of one arm, from its rows of `one_pairing.duel` and the table of
+    """Metrics and series of one arm, from its rows of `one_pairing.latency_by_arm` and the table of
     `one_pairing.costs`."""
     metrics, series = acceptance_metrics(samples)
     row = costs.set_index("arm").loc[samples["arm"].iloc[0]]

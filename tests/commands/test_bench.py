@@ -122,11 +122,11 @@ def test_failed_bench_keeps_the_earlier_report(bench, tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_interrupted_bench_keeps_what_it_has_timed(bench, tmp_path, monkeypatch, options):
     """The suites before, and of the interrupted one the seconds of each arm."""
-    take = interleave.take
+    whole = interleave.time_in_turns
 
-    def interrupted(arms, items, device, about, *rest, **more):
-        if about != "peers":
-            return take(arms, items, device, about, *rest, **more)
+    def interrupted(arms, items, device, label, *rest, **more):
+        if label != "peers":
+            return whole(arms, items, device, label, *rest, **more)
         left = iter(range(18))  # six arms on two prompts to warm up, and on one that counts
 
         def stops(arm):
@@ -138,9 +138,9 @@ def test_interrupted_bench_keeps_what_it_has_timed(bench, tmp_path, monkeypatch,
             return call
 
         arms = {name: stops(arm) for name, arm in arms.items()}
-        return take(arms, items, device, about, *rest, **more)
+        return whole(arms, items, device, label, *rest, **more)
 
-    monkeypatch.setattr(interleave, "take", interrupted)
+    monkeypatch.setattr(interleave, "time_in_turns", interrupted)
     out = tmp_path / "bench.json"
     code, printed, err = bench("round", "peers", "roofline", "--out", str(out), *options)
     assert code == 130

@@ -12,7 +12,7 @@ def test_medians_are_seen_as_they_come(now, capsys):
     def slow(item):
         now.s += item
 
-    interleave.take({("ours", slow): slow, "copy": float}, [2, 2], CPU, "test")
+    interleave.time_in_turns({("ours", slow): slow, "copy": float}, [2, 2], CPU, "test")
     assert "ms: ours slow 2,000.00, copy" in capsys.readouterr().err
 
 
@@ -27,7 +27,7 @@ def test_arms_alternate_in_reversed_order(now):
 
         return call
 
-    turns = interleave.take({"a": arm("a", 2), "b": arm("b", 1)}, [1, 2, 3], CPU, "test")
+    turns = interleave.time_in_turns({"a": arm("a", 2), "b": arm("b", 1)}, [1, 2, 3], CPU, "test")
     assert called[:2] == [("a", 1), ("b", 1)]  # warm-up
     assert [name for name, _ in called[2:]] == ["b", "a", "a", "b", "b", "a"]
     assert [turn.result for turn in turns["a"]] == ["a1", "a2", "a3"]
@@ -45,13 +45,13 @@ def test_lead_calls_are_not_timed(now):
     def arm(_):
         now.s += 1
 
-    turns = interleave.take({"a": arm}, [0, 0], CPU, "test", lead=2)
+    turns = interleave.time_in_turns({"a": arm}, [0, 0], CPU, "test", lead=2)
     assert interleave.seconds(turns["a"]) == [1, 1]
     assert now.s == 9
 
 
 def test_warm_up_items_are_not_counted():
     called = []
-    turns = interleave.take({"a": called.append}, [3, 4, 3, 4], CPU, "test", warm=[4, 3])
+    turns = interleave.time_in_turns({"a": called.append}, [3, 4, 3, 4], CPU, "test", warm=[4, 3])
     assert called == [4, 3, 3, 4, 3, 4]
     assert len(turns["a"]) == 4

@@ -85,14 +85,14 @@ class Remembers(Drafter):
 
 def test_repeats_of_a_drafter_that_remembers_are_not_pooled(pairing, caplog):
     arms = {"remembers": pairing.with_(drafter=Remembers()), "model": pairing}
-    samples = one_pairing.duel(arms, PROMPTS, 10, repeats=3)
+    samples = one_pairing.latency_by_arm(arms, PROMPTS, 10, repeats=3)
     assert samples.groupby("arm")["repeat"].nunique().to_dict() == {"remembers": 1, "model": 3}
     [line] = [r.message for r in caplog.records if "remembers" in r.message]
     assert "tokens a pass in repeats of the same prompts" in line
 
 
 def test_costs_below_a_plain_pass_are_timed_again(pairing, monkeypatch):
-    visits, real = [], one_pairing._rounds
+    visits, real = [], one_pairing._time_rounds
 
     def rounds(engine, tree, text, size):
         whole, apart = real(engine, tree, text, size)
@@ -100,7 +100,7 @@ def test_costs_below_a_plain_pass_are_timed_again(pairing, monkeypatch):
         short = 0.01 if tree.depth and len(visits) <= 4 else 1.0
         return [(n, 3.0) for n, _ in whole], [(n, 1.0, short) for n, *_ in apart]
 
-    monkeypatch.setattr(one_pairing, "_rounds", rounds)
+    monkeypatch.setattr(one_pairing, "_time_rounds", rounds)
     costs = one_pairing.pass_costs(pairing, PROMPTS, [2], repeats=5)
     assert len(visits) == 8
     assert list(costs["verify_s"]) == [1.0, 1.0]
@@ -156,9 +156,9 @@ def test_every_batch_size_sees_the_same_prompts(pairing, monkeypatch):
     texts = [f"{kind} {i} {'and on ' * i}" for kind in ("code", "prose") for i in range(3)]
     prompts = [Prompt(i, text.split()[0], (text,)) for i, text in enumerate(texts)]
     ids = pairing.encode(texts)
-    batches, real = [], interleave.take
+    batches, real = [], interleave.time_in_turns
     monkeypatch.setattr(
-        interleave, "take", lambda *a, **more: batches.extend(a[1]) or real(*a, **more)
+        interleave, "time_in_turns", lambda *a, **more: batches.extend(a[1]) or real(*a, **more)
     )
     samples = one_pairing.throughput(pairing, prompts, [1, 2, 4], 6, repeats=2)
     by_size = {b: [ids.index(row) for s in batches for row in s if len(s) == b] for b in (1, 2, 4)}
@@ -195,10 +195,10 @@ def test_prediction_starts_from_the_plain_step(pairing):
     assert predicted.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
 
 
-def test_duel_metrics_are_in_plain_steps(latency):
+def test_arm_metrics_are_in_plain_steps(latency):
     costs = {"arm": ["x"], "draft_s": 2.0, "verify_s": 5.0, "rest_s": 1.0, "step_s": 4.0,
              "weights_mb": 0.0, "kv_bytes": 0}  # fmt: skip
-    metrics, _ = summaries.duel_metrics(latency.assign(arm="x"), pd.DataFrame(costs))
+    metrics, _ = summaries.arm_metrics(latency.assign(arm="x"), pd.DataFrame(costs))
     names = ("cost/draft_steps", "cost/verify_steps", "cost/rest_steps")
     assert [metrics[name] for name in names] == [0.5, 1.25, 0.25]
 

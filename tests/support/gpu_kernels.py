@@ -129,7 +129,7 @@ def timed(call: Call, device: torch.device) -> dict[str, Any]:
     with _references():  # those that the reference calls, too
         for _ in range(RECORDED):
             arms["reference"](None)
-    turns = interleave.take(arms, range(TURNS), device, call.name, lead=1)
+    turns = interleave.time_in_turns(arms, range(TURNS), device, call.name, lead=1)
     median = {name: interleave.median_s(took) for name, took in turns.items()}
     copy_s = median["copy"] * call.bytes / copied
     median = {name: seconds / TOGETHER for name, seconds in median.items()}

@@ -111,7 +111,7 @@ def smoke(rows: Rows, device: torch.device) -> None:
 
 def machine(device: torch.device) -> dict[str, Any]:
     copy, copied = roofline.copying(device)
-    turns = interleave.take({"copy": copy}, range(10), device, "copy", lead=1)
+    turns = interleave.time_in_turns({"copy": copy}, range(10), device, "copy", lead=1)
     about = suites.about(device, torch.bfloat16)
     gb_s = 1e-9 * copied / interleave.median_s(turns["copy"])
     return about | {"kernels": ops.state(device), "copy_gb_s": gb_s}
@@ -208,7 +208,7 @@ def random_module(config: Any, device: torch.device) -> Any:
 
 def one_pass(lm: Any, B: int, n: int, S: int, copy: Any) -> dict[str, Any]:
     arms = {"copy": copy[0], "pass": roofline.a_pass(lm, [1, 2, 3], B, n, S)}
-    turns = interleave.take(arms, range(roofline.PASSES), lm.device, "pass", lead=1)
+    turns = interleave.time_in_turns(arms, range(roofline.PASSES), lm.device, "pass", lead=1)
     read, pass_s = roofline.pass_bytes(lm, B, n, S), interleave.median_s(turns["pass"])
     share = interleave.ratio(turns["copy"], turns["pass"], read / copy[1])._asdict()
     return {"ms": 1e3 * pass_s, "bytes": read, "gb_s": 1e-9 * read / pass_s, "of_copy": share}
@@ -238,7 +238,9 @@ def in_batch(streams: int, pairing: Pairing) -> dict[str, Any]:
     for engine in engines.values():
         engine.eos = ()
     arms = {name: peers.ours(engine, NEW) for name, engine in engines.items()}
-    turns = interleave.take(arms, [batch] * TURNS, pairing.target.device, f"batch {streams}")
+    turns = interleave.time_in_turns(
+        arms, [batch] * TURNS, pairing.target.device, f"batch {streams}"
+    )
     return {name: peers.compared(turns["plain"], turns[name]) for name in engines}
 
 

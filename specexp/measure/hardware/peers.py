@@ -65,10 +65,10 @@ def peers(
     with same_settings(modules, gamma, pairing.engine.sampling, pairing.followed):
         each = [[row] for row in ids]
         longest_first = sorted(each, key=lambda rows: -len(rows[0]))
-        alone = interleave.take(arms, each * repeats, device, "peers", warm=longest_first)
+        alone = interleave.time_in_turns(arms, each * repeats, device, "peers", warm=longest_first)
         several = [crowd] * max(repeats, statistics.FEWEST)
         some = {arm: arms[arm] for arm in few}
-        packed = interleave.take(some, several, device, f"peers, batch {batch}")
+        packed = interleave.time_in_turns(some, several, device, f"peers, batch {batch}")
     rows = [
         {"work": work, "batch": size}
         | compared(turns.get(("theirs", their)), turns["ours", our])

@@ -102,7 +102,7 @@ def phases(
     }
     items = pairing.encode(texts) * repeats
     # in the first turns, rounds are recorded and engines settle in the memory they share
-    turns = interleave.take(arms, items, pairing.target.device, "round", lead=2)
+    turns = interleave.time_in_turns(arms, items, pairing.target.device, "round", lead=2)
     results = {arm: [turn.result for turn in taken] for arm, taken in turns.items()}
     sides = {side: _side(results[side, whole], results[side, in_phases]) for side in engines}
     traces = {side: [trace for trace, _ in results[side, whole]] for side in engines}

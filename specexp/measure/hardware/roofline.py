@@ -115,7 +115,7 @@ def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, 
             arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
             arms[at, tokens, "bare"] = products(lm.module, tokens)
     times = range(repeats * PASSES)
-    turns = interleave.take(arms, times, pairing.target.device, "roofline", lead=1)
+    turns = interleave.time_in_turns(arms, times, pairing.target.device, "roofline", lead=1)
     copy_s = interleave.median_s(turns["copy"])
     rows = []
     for at, lm in enumerate(causal(pairing)):
