@@ -14,7 +14,7 @@ from specexp.figures import style
 from specexp.figures.pairings import crossing, gamma_panel, speedup_panel
 from specexp.figures.tokens import COLOURS, HATCHED, symbols
 from specexp.measure.lesson import LEAST, fit
-from specexp.measure.summaries import busy, odd, rounds_s, step_s
+from specexp.measure.summaries import doubt_of_passes, doubt_of_speedups, rounds_s, step_s
 from specexp.serving.cost_table import Costs
 
 
@@ -129,7 +129,7 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
         each = drafting.sum() / drafts["gamma"].sum()
         style.title(figure, f"A pass over {last['tokens']:.0f} tokens takes "
                             f"{style.times(last, 'times')} the time of one; a draft token costs "
-                            f"{each:.2f} plain steps" + odd(passes["times"]),
+                            f"{each:.2f} plain steps" + doubt_of_passes(passes["times"]),
                     bare="drafting (right), medians of repeats")  # fmt: skip
     return figure
 
@@ -183,7 +183,7 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
         left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
         speedup_panel(right, by_batch, "batch")
         style.batch_axis(right, by_batch["batch"])
-        style.title(figure, crossing(by_batch) + busy(by_batch))
+        style.title(figure, crossing(by_batch) + doubt_of_speedups(by_batch))
     return figure
 
 

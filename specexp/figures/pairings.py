@@ -165,7 +165,7 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
 
 def bias_and_length(table: pd.DataFrame) -> Figure:
     """Each rule's acceptance length and, beside it, its bias (total variation), with their
-    intervals; from `summaries.biased`. Hollow: a rule that is lossy by its kind."""
+    intervals; from `summaries.length_and_bias`. Hollow: a rule that is lossy by its kind."""
     lossy, looks = table["rule"].str.contains("lossy"), style.marks(table["rule"])
     for rule in table["rule"][lossy]:
         looks[rule] = looks[rule] | {"markerfacecolor": "none", "markeredgewidth": 2}
@@ -187,22 +187,22 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def forest(measured: pd.DataFrame, behind: pd.DataFrame | None = None) -> Figure:
+def forest(measured: pd.DataFrame, lead: pd.DataFrame | None = None) -> Figure:
     """Speedup of each arm with its interval, the fastest first; from `summaries.speedups`.
-    behind: how many times as fast the first arm is as each, paired by prompt, from
-    `summaries.behind`."""
+    lead: how many times as fast the first arm is as each, paired by prompt, from
+    `summaries.lead_over_others`."""
     table = measured.sort_values("speedup", ascending=False).reset_index(drop=True)
     looks = style.marks(measured["arm"])
-    behind = None if behind is None or behind.empty else behind  # of one arm there is nothing
-    sides, tall = 1 if behind is None else 2, 2.0 + 0.42 * len(table)
-    with style.panels(sides, 8.5 if behind is None else 5.25, tall, sharey=True) as (figure, every):
+    lead = None if lead is None or lead.empty else lead  # of one arm there is nothing
+    sides, tall = 1 if lead is None else 2, 2.0 + 0.42 * len(table)
+    with style.panels(sides, 8.5 if lead is None else 5.25, tall, sharey=True) as (figure, every):
         _rows(every[0], table, "speedup", looks)
         every[0].set_xlabel("speedup over plain decoding")
-        if behind is not None:
-            rest = table[["arm"]].merge(behind, on="arm", how="left")
+        if lead is not None:
+            rest = table[["arm"]].merge(lead, on="arm", how="left")
             _rows(every[1], rest, "times", looks)
             every[1].set_xlabel(f"{table['arm'][0]} over each, paired by prompt")
-        style.title(figure, _first(table, behind) + summaries.busy(table))
+        style.title(figure, _first(table, lead) + summaries.doubt_of_speedups(table))
     return figure
 
 
@@ -228,16 +228,14 @@ def _rows(axes: Axes, table: pd.DataFrame, column: str, looks: dict[str, Any]) -
     style.log_axis(axes, "x")
 
 
-def _first(table: pd.DataFrame, behind: pd.DataFrame | None) -> str:
+def _first(table: pd.DataFrame, lead: pd.DataFrame | None) -> str:
     """Which arm of `summaries.speedups`, the fastest first, is certainly faster than plain decoding
     and than all others."""
     best = summaries.fastest(table)
     if (table["high"] < 1).all():
         return "All are slower than plain decoding"
-    certain = (
-        summaries.leads(table, "speedup") if behind is None else bool((behind["low"] > 1).all())
-    )
-    if best["low"] > 1 and certain:
+    alone = summaries.best_is_certain(table, "speedup") if lead is None else (lead["low"] > 1).all()
+    if best["low"] > 1 and alone:
         return f"{best['arm']}: {summaries.verdict(best)}"
     if faster := int((table["low"] > 1).sum()):
         they = f"{faster} of {len(table)} {'is' if faster == 1 else 'are'} certainly faster"
@@ -274,7 +272,9 @@ def round_costs(costs: pd.DataFrame) -> Figure:
             gamma, longer = int(costs["gamma"].iloc[-1]), check.iloc[-1] / check.iloc[0]
             finding = (f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
                        f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps")  # fmt: skip
-        style.title(figure, finding + summaries.odd(check), bare="medians of repeated rounds")
+        style.title(
+            figure, finding + summaries.doubt_of_passes(check), bare="medians of repeated rounds"
+        )
     return figure
 
 
@@ -296,7 +296,8 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
     best, by_gamma = summaries.fastest(measured), predicted.set_index("gamma")["speedup"]
     return (
         f"At γ = {best['gamma']:.0f}: {summaries.verdict(best)}; predicted "
-        f"{by_gamma[best['gamma']]:.2f}x" + summaries.busy(measured, by_gamma[measured["gamma"]])
+        f"{by_gamma[best['gamma']]:.2f}x"
+        + summaries.doubt_of_speedups(measured, by_gamma[measured["gamma"]])
     )
 
 
@@ -337,7 +338,7 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
             speedup_panel(axes, served, "load", label="continuous batching", color=style.PREDICTED,
                           marker="s", ls="--")  # fmt: skip
         style.batch_axis(axes, by_batch["batch"])
-        style.title(figure, crossing(by_batch) + summaries.busy(by_batch))
+        style.title(figure, crossing(by_batch) + summaries.doubt_of_speedups(by_batch))
     return figure
 
 

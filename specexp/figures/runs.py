@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from specexp.errors import counted
 from specexp.figures import style
 from specexp.figures.pairings import heat
-from specexp.measure.summaries import leads
+from specexp.measure.summaries import best_is_certain
 
 PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts")
 
@@ -88,7 +88,7 @@ def _first(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> str
     table = speeds.assign(low=speeds["low"].mask(lone, -math.inf),
                           high=speeds["high"].mask(lone, math.inf))  # fmt: skip
     best, faster = table["value"].idxmax(), int((table["low"] > 1).sum())
-    if table["low"][best] > 1 and leads(table, "value"):
+    if table["low"][best] > 1 and best_is_certain(table, "value"):
         return (
             f"Fastest: {runs['drafter'][best]}, {style.times(speeds.loc[best])} at acceptance rate "
             f"{style.share(rates.loc[best])}"

@@ -173,7 +173,7 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
     rows = []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
         context = part["context"].mean()
-        (measured,) = statistics.together([summaries.speedup(part)])
+        (measured,) = statistics.simultaneous([summaries.speedup(part)])
         own = summaries.pooled(part).conditional
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}
@@ -201,7 +201,7 @@ def tax(
     )
     rows = []
     for batch, part in samples.groupby("batch"):
-        (times,) = statistics.together([summaries.speedup(part, inverse=True)])
+        (times,) = statistics.simultaneous([summaries.speedup(part, inverse=True)])
         rows.append({"batch": batch} | times.plus(-1).columns("tax"))
     return pd.DataFrame(rows)
 

@@ -54,6 +54,6 @@ def with_plain(
     samples = one_pairing.latency_by_arm(
         {pairing.drafter: pairing}, prompts, max_new_tokens, repeats
     )
-    (speedup,) = statistics.together([summaries.speedup(samples)])
+    (speedup,) = statistics.simultaneous([summaries.speedup(samples)])
     exactness = certify(pairing.engine, pairing.encode(texts), max_new_tokens)
     return Comparison(speedup, len(prompts), exactness, summaries.pooled(samples))

@@ -194,8 +194,8 @@ def throughput(
     """Speculation and plain decoding by turns on static batches of each size.
 
     Every size sees the same prompts: the first max(batches), repeated to fill a batch. A size with
-    fewer than `statistics.FEWEST` samples is repeated more often. EOS is ignored and only rounds in
-    which every row is live are counted, so the batch really has that size.
+    fewer than `statistics.MIN_REPEATS` samples is repeated more often. EOS is ignored and only
+    rounds in which every row is live are counted, so the batch really has that size.
 
     One row a batch of prompts and repeat, with columns pairing, gamma, batch, number (of the batch
     of prompts), repeat; s, tokens, plain_s, plain_tokens as in `latency_by_arm`, of the whole
@@ -208,7 +208,7 @@ def throughput(
     rows: list[dict[str, Any]] = []
     for batch in batches:
         count = -(-len(texts) // batch)
-        often, endless = max(repeats, -(-statistics.FEWEST // count)), cycle(texts)
+        often, endless = max(repeats, -(-statistics.MIN_REPEATS // count)), cycle(texts)
         items = [list(islice(endless, batch)) for _ in range(count)] * often
         engines = {PLAIN: plain, "fast": fast}
         turns = _by_turns(engines, items, max_new_tokens, f"throughput, batch {batch}")

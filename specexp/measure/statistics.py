@@ -9,11 +9,12 @@ them the ends are Gaffke's bounds (2005), which for units that are all or nothin
 Clopper and Pearson.
 
 How far the unseen prompt may lie: a kind of text that makes up a fifth of all is missed by up to
-`ENOUGH - 1` prompts more than once in forty times (0.8^16 = 2.8 %). With so few it is up to
-`UNSEEN` times as fast, or as slow, as any that was seen, and its share of draft tokens accepted may
-be anything. That fades out until there are twice as many; rarer kinds are then not guarded against.
+`MIN_PROMPTS - 1` prompts more than once in forty times (0.8^16 = 2.8 %). With so few it is up to
+`UNSEEN_FACTOR` times as fast, or as slow, as any that was seen, and its share of draft tokens
+accepted may be anything. That fades out until there are twice as many; rarer kinds are then not
+guarded against.
 
-Timings of the same work again and again meet only noise: `fixed`, and `interval`, are for them.
+Timings of the same work again and again meet only noise: `same_work` and `interval` are for them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import binomtest, bootstrap, norm, t
 
-FEWEST = 5  # repeats of the same work that an interval should rest on
-ENOUGH = 17  # prompts that a verdict should rest on
-UNSEEN = 3.0
-SIGNS = np.array([-1, 1])
+MIN_REPEATS = 5  # repeats of the same work that an interval should rest on
+MIN_PROMPTS = 17  # prompts that a verdict should rest on
+UNSEEN_FACTOR = 3.0
+SIGNS = np.array([-1, 1])  # of the lower and of the upper end
 RESAMPLES = 4000
-TAIL = 0.025
+TAIL = 0.025  # probability beyond either end
 NOT_CREDIBLE = "not credible: was the machine busy?"
 _TINY = np.finfo(float).tiny
 
@@ -58,8 +59,8 @@ class Interval(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """A value, and draws [R] of what it might be as well, for the lower and for the upper end of
-    its interval. Arms with equally many units have the same random weights in every draw."""
+    """A value, and the bootstrap draws [R] of it from which the lower and the upper end of its
+    interval are taken. Arms with equally many units have the same random weights in every draw."""
 
     value: float
     low: np.ndarray
@@ -67,7 +68,7 @@ class Draws(NamedTuple):
     doubt: str = ""
 
 
-def together(arms: Sequence[Draws]) -> list[Interval]:
+def simultaneous(arms: Sequence[Draws]) -> list[Interval]:
     """Intervals of several arms that all hold at once with 95 %, so that any of them may be picked.
 
     The ends of each are quantiles of its draws, of one level for all: the level at which in 2.5 %
@@ -89,25 +90,25 @@ def _quantiles(draws: np.ndarray) -> np.ndarray:
 
 def speedup(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike,
-    *, fixed: bool = False,
+    *, same_work: bool = False,
 ) -> Interval:  # fmt: skip
     """Seconds per delivered token of plain decoding over speculation's; paired units [n]."""
-    batch = inf if fixed else 1
-    return together([speedup_draws(plain_s, plain_tokens, fast_s, fast_tokens, batch=batch)])[0]
+    batch = inf if same_work else 1
+    return simultaneous([speedup_draws(plain_s, plain_tokens, fast_s, fast_tokens, batch=batch)])[0]
 
 
 def speedup_draws(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike,
     *, batch: float = 1,
 ) -> Draws:  # fmt: skip
-    """As `speedup`, for `together`. batch: prompts in a unit; infinite where units repeat the same
-    work."""
+    """As `speedup`, for `simultaneous`. batch: prompts in a unit; infinite where units repeat the
+    same work."""
     data = _columns(plain_s, plain_tokens, fast_s, fast_tokens)
     each, usual = _speedup(*data), data.mean(1)
-    slow, fast = _reach(1 / each, batch)[1], _reach(each, batch)[1]
+    slow, fast = _unseen_range(1 / each, batch)[1], _unseen_range(each, batch)[1]
     worst = usual * [1, 1, slow * _speedup(*usual), 1]  # what takes long weighs more at either end
     best = usual * [fast / _speedup(*usual), 1, 1, 1]
-    return _over(_speedup, data, np.array([worst, best]), batch)
+    return _bootstrap(_speedup, data, np.array([worst, best]), batch)
 
 
 def _speedup(plain_s: Any, plain_tokens: Any, fast_s: Any, fast_tokens: Any) -> Any:
@@ -115,41 +116,40 @@ def _speedup(plain_s: Any, plain_tokens: Any, fast_s: Any, fast_tokens: Any) -> 
 
 
 def ratio(
-    above: ArrayLike, below: ArrayLike, most: ArrayLike | None = None, *, fixed: bool = False
+    above: ArrayLike, below: ArrayLike, most: ArrayLike | None = None, *, same_work: bool = False
 ) -> Interval:
     """sum(above) / sum(below) over paired units [n], never negative; 0 if both sums are 0.
 
-    most: what each unit would have below if it had nothing above, such as one pass a token; None:
-    as much."""
-    data, batch = _columns(above, below, below if most is None else most), inf if fixed else 1
-    ends = _reach(_ratio(*data[:2]), batch)
+    most: what each unit would have below if it had nothing above: a text of which no draft token is
+    accepted takes a pass for every token. None: as much as it has."""
+    data, batch = _columns(above, below, below if most is None else most), inf if same_work else 1
+    ends = _unseen_range(_ratio(*data[:2]), batch)
     if most is not None:  # such a unit may have nothing above
-        ends[0] *= 1 - _guard(data.shape[1] * batch)
+        ends[0] *= 1 - _unseen_weight(data.shape[1] * batch)
     unseen = _unseen_ratio(ends, data)
-    return together([_over(_ratio, data[:2], unseen, batch)])[0]
+    return simultaneous([_bootstrap(_ratio, data[:2], unseen, batch)])[0]
 
 
 def share(
-    part: ArrayLike, whole: ArrayLike, most: ArrayLike | None = None, *, fixed: bool = False
+    part: ArrayLike, whole: ArrayLike, most: ArrayLike | None = None, *, same_work: bool = False
 ) -> Interval:
-    """As `ratio`, for parts that never exceed the whole.
-
-    Parts of draft tokens: the interval also holds Wilson's, as if each token were on its own."""
+    """As `ratio`, for counts of which one is a part of the other: the interval is at least as wide
+    as Wilson's, in which every token stands for itself."""
     data = _columns(part, whole, whole if most is None else most)
-    if fixed or not data[1].any():
-        value = ratio(part, whole, fixed=True)
+    if same_work or not data[1].any():
+        value = ratio(part, whole, same_work=True)
         return value._replace(high=min(1.0, value.high))
     data = data[:, data[1] > 0]
-    kinds = _guard(data.shape[1])
-    ends = (1 - kinds) * _beyond(_ratio(*data[:2])).clip(0, 1) + kinds * np.array([0, 1])
-    (value,) = together([_over(_ratio, data[:2], _unseen_ratio(ends, data))])
+    kinds = _unseen_weight(data.shape[1])
+    ends = (1 - kinds) * _widened_range(_ratio(*data[:2])).clip(0, 1) + kinds * np.array([0, 1])
+    (value,) = simultaneous([_bootstrap(_ratio, data[:2], _unseen_ratio(ends, data))])
     alone = binomtest(*data[:2].sum(1).round().astype(int)).proportion_ci(method="wilson")
     return value._replace(low=min(value.low, alone.low), high=max(value.high, alone.high))
 
 
 def _unseen_ratio(ends: np.ndarray, data: np.ndarray) -> np.ndarray:
-    """The unseen unit [2, c] of these ratios [2], from columns above, below and most: one with
-    little above weighs more."""
+    """The columns above and below of an unseen unit with each of these ratios [2], as [2, 2]; from
+    columns above, below and most. The lower its ratio, the more it has below."""
     above, below, most = data.mean(1)
     below = np.maximum(below, most / (1 + ends * (most - below) / max(above, 1e-9)))
     return np.c_[ends * below, below]
@@ -163,13 +163,13 @@ def difference_draws(
     above: ArrayLike, below: ArrayLike, other_above: ArrayLike, other_below: ArrayLike
 ) -> Draws:
     """The ratio of the sums of the first two columns minus that of the others; paired units [n].
-    The unseen unit differs by up to `UNSEEN` times as much as any seen, either way."""
+    The unseen unit differs by up to `UNSEEN_FACTOR` times as much as any seen, either way."""
     data = _columns(above, below, other_above, other_below)
     each, usual = _difference(*data), data.mean(1)
-    kinds = (UNSEEN - 1) * _guard(each.size) * np.abs(each).max()
+    kinds = (UNSEEN_FACTOR - 1) * _unseen_weight(each.size) * np.abs(each).max()
     unseen = np.array([usual, usual])
-    unseen[:, 0] = usual[1] * (usual[2] / usual[3] + _beyond(each) + kinds * SIGNS)
-    return _over(_difference, data, unseen)
+    unseen[:, 0] = usual[1] * (usual[2] / usual[3] + _widened_range(each) + kinds * SIGNS)
+    return _bootstrap(_difference, data, unseen)
 
 
 def _difference(above: Any, below: Any, other_above: Any, other_below: Any) -> Any:
@@ -184,10 +184,10 @@ def _columns(*columns: ArrayLike) -> np.ndarray:
     return np.array(data)
 
 
-def _guard(prompts: float) -> float:
-    """The weight of kinds of prompts that were not seen: 1 up to `ENOUGH` prompts, 0 from twice as
-    many on."""
-    return float(np.interp(prompts, (ENOUGH, 2 * ENOUGH), (1, 0)))
+def _unseen_weight(prompts: float) -> float:
+    """The weight of kinds of prompts that were not seen: 1 up to `MIN_PROMPTS` prompts, 0 from
+    twice as many on."""
+    return float(np.interp(prompts, (MIN_PROMPTS, 2 * MIN_PROMPTS), (1, 0)))
 
 
 def _unseen_share(units: float) -> float:
@@ -195,39 +195,41 @@ def _unseen_share(units: float) -> float:
     return 1 - TAIL ** (1 / units)
 
 
-def _beyond(each: np.ndarray) -> np.ndarray:
+def _widened_range(each: np.ndarray) -> np.ndarray:
     """The ends [2] of the range of values [n], widened for noise: by a quarter of the range, for a
     heavy tail, and by more below six units, for normal noise."""
     return np.array([each.min(), each.max()]) + np.ptp(each) * (0.25 + 90 / each.size**4) * SIGNS
 
 
-def _reach(each: np.ndarray, batch: float) -> np.ndarray:
+def _unseen_range(each: np.ndarray, batch: float) -> np.ndarray:
     """The least and the most that an unseen unit may be, from values of units [n] that are never
     negative. In a batch of prompts only some are of the unseen kind."""
     prompts = each.size * batch
-    times = (UNSEEN - 1) * _guard(prompts) * _unseen_share(prompts) / _unseen_share(each.size)
+    share = _unseen_share(prompts) / _unseen_share(each.size)
+    times = (UNSEEN_FACTOR - 1) * _unseen_weight(prompts) * share
     ends = np.array([each.min() / (1 + times) - each.min(), each.max() * times])
-    return (_beyond(each) + ends).clip(0)
+    return (_widened_range(each) + ends).clip(0)
 
 
-def _over(
+def _bootstrap(
     statistic: Callable[..., Any], data: np.ndarray, unseen: np.ndarray, batch: float = 1
 ) -> Draws:
-    """Draws of a statistic of the sums of columns [c, n]. unseen [2, c]: the unseen unit, for the
-    lower and for the upper end."""
+    """Draws of a statistic of the weighted sums of columns [c, n] and an unseen unit: that of
+    unseen [2, c] for the lower, and that for the upper end."""
     n = data.shape[1]
     low, high = (statistic(*np.c_[data, row] @ _weights(n + 1)) for row in unseen)
-    doubt = _doubt(n, FEWEST, "repeats") if batch == inf else _doubt(n * batch, ENOUGH, "prompts")
+    repeats, prompts = (n, MIN_REPEATS, "repeats"), (n * batch, MIN_PROMPTS, "prompts")
+    doubt = _too_few(*(repeats if batch == inf else prompts))
     return Draws(float(statistic(*data.sum(1))), low, high, doubt)
 
 
-def _doubt(units: float, enough: int, name: str) -> str:
+def _too_few(units: float, enough: int, name: str) -> str:
     return f"too few {name}: at least {enough - units:.0f} more" if units < enough else ""
 
 
 @lru_cache(maxsize=4)
 def _weights(units: int) -> np.ndarray:
-    """[units, R]"""
+    """Dirichlet weights [units, R], the same for all statistics of so many units."""
     return np.random.default_rng(0).dirichlet(np.ones(units), RESAMPLES).T
 
 
@@ -240,7 +242,7 @@ def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
     one-dimensional, equally long and not empty."""
     data = _columns(*columns)
     value, n = float(statistic(*data)), data.shape[1]
-    doubt = _doubt(n, FEWEST, "repeats")
+    doubt = _too_few(n, MIN_REPEATS, "repeats")
     if n < 2:
         return Interval(value, value, value, doubt)
     resampled = bootstrap(

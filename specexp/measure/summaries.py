@@ -46,7 +46,7 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
     differences = [statistics.difference_draws(*pair.to_numpy().T) for pair in pairs]
     return pd.DataFrame(
         {"rule": rule} | gain.columns("gain")
-        for rule, gain in zip(by_rule, statistics.together(differences), strict=True)
+        for rule, gain in zip(by_rule, statistics.simultaneous(differences), strict=True)
     )
 
 
@@ -80,8 +80,8 @@ def positions(samples: pd.DataFrame, given: bool = False) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def biased(samples: pd.DataFrame, biases: Mapping[str, pd.Series]) -> pd.DataFrame:
-    """Acceptance length and bias of each rule with their intervals over prompts: columns rule,
+def length_and_bias(samples: pd.DataFrame, biases: Mapping[str, pd.Series]) -> pd.DataFrame:
+    """Acceptance length and bias of each rule with their intervals over prompts, as columns rule,
     length, length_low, length_high, bias, bias_low and bias_high; biases: from `one_pairing.bias`
     by rule."""
     columns = [f"{name}{end}" for name in ("length", "bias") for end in ("", "_low", "_high")]
@@ -117,10 +117,10 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     be picked. A speedup above the acceptance length is not credible: a target pass over several
     tokens is never faster than over one.
 
-    Column promised, the same in all rows: the speedup that picking the fastest promises, free of
-    the luck by which it came out first (see `promised`)."""
+    Column promised, the same in all rows: the speedup to expect of the fastest, without the luck by
+    which it came out first (see `leave_one_out`)."""
     parts = dict(list(samples.groupby(by)))
-    timed = statistics.together([speedup(part) for part in parts.values()])
+    timed = statistics.simultaneous([speedup(part) for part in parts.values()])
     records = map(pooled, parts.values())
     rows = [
         {by: key}
@@ -131,13 +131,13 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
         | {"length": record.length, "rate": record.rate}
         for s, record, (key, part) in zip(timed, records, parts.items(), strict=True)
     ]
-    table, chosen = pd.DataFrame(rows), promised(samples, by)
+    table, chosen = pd.DataFrame(rows), leave_one_out(samples, by)
     plain_s, plain_tokens, s, tokens = chosen[["plain_s", "plain_tokens", "s", "tokens"]].sum()
     table["promised"] = (plain_s / plain_tokens) / (s / tokens)
     return table
 
 
-def behind(samples: pd.DataFrame) -> pd.DataFrame:
+def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
     """How many times as fast the fastest arm is as each other, paired by prompt and repeat.
 
     samples: rows of `one_pairing.latency_by_arm`. One row an arm but the fastest, with columns arm,
@@ -149,13 +149,13 @@ def behind(samples: pd.DataFrame) -> pd.DataFrame:
     best = each.pop(first).add_prefix("best_")
     pairs = [part.join(best, how="inner").groupby("question_id").sum() for part in each.values()]
     draws = [statistics.speedup_draws(*rows.to_numpy().T) for rows in pairs]
-    ratios = zip(each, statistics.together(draws) if draws else [], strict=True)
+    ratios = zip(each, statistics.simultaneous(draws) if draws else [], strict=True)
     rows = [{"arm": arm} | ratio.columns("times") for arm, ratio in ratios]
     return pd.DataFrame(rows, columns=["arm", "times", "low", "high"])
 
 
 def speedup(samples: pd.DataFrame, inverse: bool = False) -> Draws:
-    """The speedup of one arm, for `statistics.together`; or its inverse."""
+    """The speedup of one arm, or its inverse, for `statistics.simultaneous`."""
     plain, fast = ["plain_s", "plain_tokens"], ["s", "tokens"]
     columns = fast + plain if inverse else plain + fast
     return statistics.speedup_draws(*units(samples, *columns), batch=unit(samples)[1])
@@ -180,9 +180,9 @@ def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
     return [samples[column].to_numpy() for column in columns]
 
 
-def promised(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """For each prompt the rows of the arm (value of `by`) that is fastest on all other prompts: no
-    prompt has a say in the choice that it judges.
+def leave_one_out(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+    """For each prompt the rows of the arm (value of `by`) that is fastest on all other prompts, so
+    that no prompt takes part in the choice which it judges.
 
     samples: rows of `one_pairing.latency` or `latency_by_arm`, all arms on the same prompts. A
     single prompt chooses for itself; where there are no prompts but batches, nothing is chosen."""
@@ -241,23 +241,22 @@ def verdict(row: pd.Series) -> str:
     return f"{claim} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{but}{doubt}"
 
 
-def busy(measured: pd.DataFrame, predicted: pd.Series | None = None) -> str:
-    """For the end of a title: that a row of `speedups` is not credible; "" if all are. predicted:
-    their speedups, row by row."""
+def doubt_of_speedups(measured: pd.DataFrame, predicted: pd.Series | None = None) -> str:
+    """What to add to a title if a row of `speedups` is not credible, else "". predicted: the
+    speedup expected of each row."""
     expected = [None] * len(measured) if predicted is None else predicted
     rows = zip(measured["speedup"], measured["length"], expected, strict=True)
     return "" if all(theory.credible(*row) for row in rows) else f"; {NOT_CREDIBLE}"
 
 
-def odd(steps: pd.Series) -> str:
-    """For the end of a title: that a pass over several tokens takes less than one over a single
-    token, which is not credible; "" if none does. steps: of such passes, in those over one."""
+def doubt_of_passes(steps: pd.Series) -> str:
+    """What to add to a title if a pass over several tokens seems to take less time than one over a
+    single token, else "". steps: times of such passes, in passes over one."""
     return f"; {NOT_CREDIBLE}" if steps.min() < theory.LEAST else ""
 
 
-def leads(table: pd.DataFrame, column: str) -> bool:
-    """Whether the row with the largest value is certainly the first: whether its interval (low,
-    high) lies above all others."""
+def best_is_certain(table: pd.DataFrame, column: str) -> bool:
+    """Whether the interval (low, high) of the row with the largest value lies above all others."""
     best = table[column].idxmax()
     return bool((table["high"].drop(best) < table["low"][best]).all())
 

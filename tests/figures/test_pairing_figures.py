@@ -89,11 +89,11 @@ def test_winner_is_named_only_above_all_other_intervals(speedups, words):
 
 def test_forest_is_sorted_and_paired_differences_decide():
     table = arms((1.2, 1.1, 1.3), (1.5, 1.25, 1.6))
-    behind = pd.DataFrame({"arm": ["arm 0"], "times": [1.25], "low": [1.2], "high": [1.3]})
-    figure = figures.pairings.forest(table, behind)
+    lead = pd.DataFrame({"arm": ["arm 0"], "times": [1.25], "low": [1.2], "high": [1.3]})
+    figure = figures.pairings.forest(table, lead)
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["arm 1", "arm 0"]
     assert "arm 1: 1.50x faster" in title(figure)
-    assert "none is certainly" in title(figures.pairings.forest(table, behind.assign(low=0.9)))
+    assert "none is certainly" in title(figures.pairings.forest(table, lead.assign(low=0.9)))
 
 
 @pytest.mark.parametrize("low", [0.05, 0.3, 0.5, 0.6, 0.85, 0.99])
@@ -108,16 +108,16 @@ def test_axis_of_a_forest_has_numbers_and_1_among_them(low, high):
     assert 2 <= len(numbers) <= 9
 
 
-def test_behind_is_paired_by_prompt():
+def test_lead_over_others_is_paired_by_prompt():
     rows = [
         {"arm": arm, "question_id": q, "repeat": 0, "s": s * (1 + q), "tokens": 10}
         for arm, s in (("fast", 1.0), ("slow", 1.5))
         for q in range(40)
     ]
-    [row] = summaries.behind(pd.DataFrame(rows)).to_dict("records")
+    [row] = summaries.lead_over_others(pd.DataFrame(rows)).to_dict("records")
     assert row["arm"] == "slow"
     assert [row[c] for c in ("times", "low", "high")] == pytest.approx([1.5] * 3)
-    alone = summaries.behind(pd.DataFrame(rows[:40]))
+    alone = summaries.lead_over_others(pd.DataFrame(rows[:40]))
     assert alone.empty
     assert len(figures.pairings.forest(arms((1.2, 1.1, 1.3)), alone).axes) == 1
 

@@ -30,7 +30,7 @@ def test_repeats_are_covered_at_the_nominal_level(kind, n):
     rng = np.random.default_rng(1)
     columns = [pairs(kind, 1.5, rng, n) for _ in range(300)]
     for intervals in (
-        [statistics.speedup(*c, fixed=True) for c in columns],
+        [statistics.speedup(*c, same_work=True) for c in columns],
         [statistics.interval(lambda ps, fs: ps.sum(-1) / fs.sum(-1), *c[::2]) for c in columns],
     ):
         covered = np.mean([i.low <= 1.5 <= i.high for i in intervals])
@@ -89,7 +89,7 @@ def test_clearly_faster_arm_among_slow_ones_is_found():
     assert summaries.fastest(measured)["gamma"] == 3
     assert summaries.fastest(measured)["low"] > 1.1
     assert summaries.fastest(measured)["speedup"] == measured["speedup"].max()
-    assert summaries.leads(measured, "speedup")
+    assert summaries.best_is_certain(measured, "speedup")
 
 
 @pytest.mark.parametrize(("prompts", "least"), [(5, 0.4), (20, 0.8)])
@@ -161,7 +161,7 @@ def test_speedup_counts_delivered_tokens():
 
 
 def test_interval_of_one_unit_and_of_unequal_series():
-    assert statistics.ratio([1], [2], fixed=True)[:3] == (0.5, 0.5, 0.5)
+    assert statistics.ratio([1], [2], same_work=True)[:3] == (0.5, 0.5, 0.5)
     assert statistics.ratio([1], [2]).low < 0.2 < 1 < statistics.ratio([1], [2]).high
     with pytest.raises(ValueError, match="equally long"):
         statistics.ratio([1, 2], [1])
@@ -202,7 +202,7 @@ def test_too_few_prompts_say_how_many_more(n, more):
 
 
 def test_equal_timings_are_not_one_sample():
-    found = [statistics.speedup([2] * n, [1] * n, [1] * n, [1] * n, fixed=True) for n in (3, 5)]
+    found = [statistics.speedup([2] * n, [1] * n, [1] * n, [1] * n, same_work=True) for n in (3, 5)]
     assert [statistics.verdict(f) for f in found] == [
         "2.00x, but too few repeats: at least 2 more", "2.00x faster"
     ]  # fmt: skip

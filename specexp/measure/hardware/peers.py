@@ -66,7 +66,7 @@ def peers(
         each = [[row] for row in ids]
         longest_first = sorted(each, key=lambda rows: -len(rows[0]))
         alone = interleave.time_in_turns(arms, each * repeats, device, "peers", warm=longest_first)
-        several = [crowd] * max(repeats, statistics.FEWEST)
+        several = [crowd] * max(repeats, statistics.MIN_REPEATS)
         some = {arm: arms[arm] for arm in few}
         packed = interleave.time_in_turns(some, several, device, f"peers, batch {batch}")
     rows = [
@@ -91,7 +91,7 @@ def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, A
     if not theirs:
         return own | {"their_tok_s": None, "ratio": None}
     their_s, their_tokens = _timed(theirs)
-    ratio = statistics.speedup(their_s, their_tokens, s, tokens, fixed=True)
+    ratio = statistics.speedup(their_s, their_tokens, s, tokens, same_work=True)
     return own | {"their_tok_s": float(their_tokens.sum() / their_s.sum()),
                   "ratio": ratio._asdict()}  # fmt: skip
 

@@ -115,7 +115,7 @@ def phases(
     predicted = theory.measured_speedup(conditional, draft, verify, step)
     times = [[t.decode_s for t in of] for of in traces.values()]
     tokens = [[t.emitted for t in of] for of in traces.values()]
-    measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], fixed=True)
+    measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], same_work=True)
     return {
         "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
         **sides,
@@ -141,10 +141,10 @@ def _side(
         "round_ms": 1e3 * float(round_s.mean()),
         "phases": {
             phase: {"ms": 1e3 * float(each[phase].mean()),
-                    "share": statistics.share(each[phase], total, fixed=True)._asdict()}
+                    "share": statistics.share(each[phase], total, same_work=True)._asdict()}
             for phase in PHASES
         },
         "draft_passes_ms": 1e3 * float(each["draft"].mean()),
-        "sum_over_round": statistics.ratio(total, round_s, fixed=True)._asdict(),
+        "sum_over_round": statistics.ratio(total, round_s, same_work=True)._asdict(),
         "overhead": overhead._asdict(),
     }  # fmt: skip

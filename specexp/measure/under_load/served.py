@@ -36,7 +36,7 @@ def _against(at: pd.DataFrame, base: str) -> Iterator[tuple[Any, pd.Series, stat
     for name, part in at.groupby("policy", sort=False):
         here = part.set_index("turn").loc[first.index].drop(columns=["policy", "load"])
         timed = first["s"], first["tokens"], here["s"], here["tokens"]
-        yield name, here.sum(), statistics.speedup(*timed, fixed=True)
+        yield name, here.sum(), statistics.speedup(*timed, same_work=True)
 
 
 def rates(samples: pd.DataFrame) -> pd.DataFrame:
