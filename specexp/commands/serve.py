@@ -61,10 +61,10 @@ def serve(
     pairing = api.load(**options)
     texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
-    costs = serving.prices(pairing, names, offered.requests)
+    costs = serving.costs_for(pairing, names, offered.requests)
     for line in doubts(pairing.target.device):
         opt.complain("warning", line)
-    runs = serving.open_race(pairing, names, costs, offered, rows, chunk, queue)
+    runs = serving.open_loop(pairing, names, costs, offered, rows, chunk, queue)
     figures = serving.by_policy(runs, ttft_ms, tpot_ms)
     notes = serving.notes(runs)
     if as_json:

@@ -31,7 +31,7 @@ def as_text(key: str, value: float) -> str:
     return f"{value:.1%}" if key in SHARES else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
+def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
     """Tokens/s, speedup over plain decoding, and regret of the load-aware policies, by the number
     of streams. From `under_load.rates` and `under_load.regrets`."""
     looks = lines(dict.fromkeys(rates["policy"]))
@@ -62,7 +62,7 @@ def bake_off(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
 
 
 def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
-    """The title of `bake_off`."""
+    """The title of `closed_loops`."""
     aware = regrets[regrets["policy"].str.startswith(LOAD_AWARE)]
     always = [n for n in dict.fromkeys(rates["policy"]) if n.startswith("always")]
     parts = []

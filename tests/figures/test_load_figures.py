@@ -1,51 +1,20 @@
 """Figures of serving under load say what their tables say."""
 
 import itertools
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from support.cost_tables import planted
-from support.served import ANSWERS, TICKS, tick
-from support.traces import requests
+from support.served import ANSWERS, TICKS, run_of, samples, tick
 
 from specexp import figures
 from specexp.measure import under_load
 from specexp.measure.under_load import served
-from specexp.policy import Fixed
-from specexp.serving.server import Server
-from specexp.serving.simulated_rows import SimulatedRows
-from specexp.serving.sources import Source, serve
-from specexp.tree import Tree
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "LEAST", dict.fromkeys(under_load.QUANTILES, 1))
-
-
-def samples(**policies):
-    """turns (seconds, tokens) of each policy at one load."""
-    rows = [
-        {"policy": name, "turn": turn, "s": s, "busy_s": s / 2, "tokens": n, "rows": 4,
-         "speculated": turn, "drafted": 4, "accepted": turn}
-        for name, turns in policies.items()
-        for turn, (s, n) in enumerate(turns)
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def run(responses, steps):
-    return under_load.Run(SimpleNamespace(steps=steps), Source([]), responses)
-
-
-def simulated(gamma, conditional=lambda stream: [0.9, 0.5, 0.2], count=40, rows=4, **options):
-    fixed = Fixed(Tree.chain(gamma))
-    bank = SimulatedRows(planted(), conditional, rows, 512, fixed.widest, **options)
-    server = Server(bank, fixed)
-    todo = requests([(0.0, 20, 300)] * count)
-    return server, serve(server, Source(todo, rows))
+    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(under_load.QUANTILES, 1))
 
 
 def drawn_of(axes) -> dict[str, list[float]]:
@@ -57,11 +26,11 @@ def drawn(figure, folder) -> str:
     return figure.get_suptitle()
 
 
-def test_bake_off_title_matches_its_table(tmp_path):
+def test_closed_loops_title_matches_its_table(tmp_path):
     few = samples(plain=[(1, 10)] * 3, **{"always:3": [(1, 20)] * 3, "goodput": [(1, 19)] * 3})
     more = samples(plain=[(1, 80)] * 3, **{"always:3": [(1, 40)] * 3, "goodput": [(1, 77)] * 3})
     both = pd.concat([few.assign(load=1), more.assign(load=9)])
-    figure = figures.under_load.bake_off(under_load.rates(both), under_load.regrets(both))
+    figure = figures.under_load.closed_loops(under_load.rates(both), under_load.regrets(both))
     assert drawn(figure, tmp_path) == (
         "always:3: 2.00x with 1 and 0.50x with 9 streams; largest regret of goodput 5% [5, 5]"
     )
@@ -72,7 +41,7 @@ def test_bake_off_title_matches_its_table(tmp_path):
     ]  # fmt: skip
     assert len(regret.containers) == 1
     aware = pd.concat([both, both[both["policy"] == "goodput"].assign(policy="bandit")])
-    figure = figures.under_load.bake_off(under_load.rates(aware), under_load.regrets(aware))
+    figure = figures.under_load.closed_loops(under_load.rates(aware), under_load.regrets(aware))
     assert "largest regret of goodput 5% [5, 5], bandit 5% [5, 5]" in drawn(figure, tmp_path)
     for axes in figure.axes[:2]:  # intervals at one load do not hide each other
         places = [bars.lines[0].get_xdata()[0] for bars in axes.containers]
@@ -80,12 +49,13 @@ def test_bake_off_title_matches_its_table(tmp_path):
         assert places == pytest.approx([1] * len(places), rel=0.2)
     fixed = both[both["policy"] != "goodput"]
     title = drawn(
-        figures.under_load.bake_off(under_load.rates(fixed), under_load.regrets(fixed)), tmp_path
+        figures.under_load.closed_loops(under_load.rates(fixed), under_load.regrets(fixed)),
+        tmp_path,
     )
     assert title == "always:3: 2.00x with 1 and 0.50x with 9 streams"
     one = fixed[fixed["load"] == 9]
     title = drawn(
-        figures.under_load.bake_off(under_load.rates(one), under_load.regrets(one)), tmp_path
+        figures.under_load.closed_loops(under_load.rates(one), under_load.regrets(one)), tmp_path
     )
     assert title == "always:3: 0.50x with 9 streams"
 
@@ -102,14 +72,15 @@ def test_timelines_title_names_first_and_last(tmp_path):
 
 def test_limits_are_said_of_every_policy(few):
     served = under_load.by_policy(
-        {"plain": run(ANSWERS, TICKS), "goodput": run(ANSWERS[1:2], TICKS)}, 500, 1
+        {"plain": run_of(ANSWERS, TICKS), "goodput": run_of(ANSWERS[1:2], TICKS)}, 500, 1
     )
     words = figures.under_load.within_limits(served)
     assert words == "Requests within the limits: goodput 100%, plain 20%"
 
 
 def test_latencies_are_the_share_of_requests_answered_within(tmp_path):
-    both = under_load.answers({"plain": run(ANSWERS, TICKS), "goodput": run(ANSWERS[1:2], TICKS)})
+    runs = {"plain": run_of(ANSWERS, TICKS), "goodput": run_of(ANSWERS[1:2], TICKS)}
+    both = under_load.answered_requests(runs)
     figure = figures.under_load.latencies(both, "title", tpot=50)
     assert drawn(figure, tmp_path) == "title"
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["", "limit 50 ms", ""]

@@ -106,7 +106,7 @@ def test_edges_count_what_the_trace_counts(pairing):
     assert set(edges["arm"]) == {"tree"}
     record = arms["tree"].generate([p.text for p in PROMPTS], 12).acceptance
     assert edges["accepted"][0] == record.passes
-    assert edges["accepted"][1:].sum() == record.accepted - record.cut + edges["accepted"][0] * 0
+    assert edges["accepted"][1:].sum() == record.accepted - record.cut
     figure = figures.rounds.trees(edges)
     assert len(figure.axes[0].texts) == 6
     assert "siblings" in figure.get_suptitle()

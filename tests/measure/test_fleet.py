@@ -15,7 +15,7 @@ from support.traces import requests, triples
 
 from specexp.errors import UserError
 from specexp.figures import fleet_day, under_load
-from specexp.measure.under_load import answered, fleet
+from specexp.measure.under_load import fleet, request_table
 from specexp.measure.under_load.fleet import Day, Pace, Setting, paces_of, simulate
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, bursty, day
@@ -225,7 +225,7 @@ def test_rounds_match_renewal_theory(gamma):
     costs = planted()
     reading = dataclasses.replace(costs, about=costs.about | {"reads": True})
     [pace], [plain_first] = (paces_of(c, f"always:{gamma}", KEPT, 1, 64) for c in (costs, reading))
-    assert plain_first.over == pytest.approx(pace.over + pace.round - 1)
+    assert plain_first.overshoot == pytest.approx(pace.overshoot + pace.round - 1)
     at_least = [1.0, *itertools.accumulate(KEPT[:gamma], lambda a, b: a * b), 0.0]
     law = [a - b for a, b in itertools.pairwise(at_least)]  # of 1, 2, ... tokens
     new = 80
@@ -241,7 +241,7 @@ def test_rounds_match_renewal_theory(gamma):
         if not left:
             break
     assert pace.round == pytest.approx(sum(at_least))
-    assert mean * pace.round == pytest.approx(new + pace.over, rel=1e-6)
+    assert mean * pace.round == pytest.approx(new + pace.overshoot, rel=1e-6)
     spread = math.sqrt(square - mean**2) * pace.round
     assert spread == pytest.approx(pace.spread * math.sqrt(new), rel=0.03)
 
@@ -260,7 +260,7 @@ def test_one_replica_matches_the_simulated_server(name, rate, reads):
     policy = policies.of("never" if name == "plain" else name, costs, 5)
     bank = SimulatedRows(costs, lambda _: KEPT, rows, 500, policy.widest)
     server = Server(bank, policy, queue=len(offered))
-    table = answered(serve(server, Source(requests(triples(offered)))))
+    table = request_table(serve(server, Source(requests(triples(offered)))))
     means = offered.prompt.mean(), offered.output.mean()
     fluid = simulate(offered, paces_of(costs, name, KEPT, rows, 128, *means), costs.prefill_s)
     real = {key: table[f"{key}_s"].quantile([0.5, 0.95]).tolist() for key in ("tpot", "e2e")}
@@ -320,15 +320,15 @@ def limited(ttft_s: float, tpot_s: float, *names: str) -> Setting:
 def test_fewest_replicas_keep_the_limits(limits, name):
     setting = limited(*limits, name)
     for near in (1, 13):
-        found = setting.fewest(name, 150, 1500, near)
-        assert setting.kept(setting.serve(name, 150, 1500, found))
-        assert found == 1 or not setting.kept(setting.serve(name, 150, 1500, found - 1))
+        found = setting.fewest_replicas(name, 150, 1500, near)
+        assert setting.within_limits(setting.serve(name, 150, 1500, found))
+        assert found == 1 or not setting.within_limits(setting.serve(name, 150, 1500, found - 1))
 
 
 def test_goodput_needs_no_more_replicas():
     names = "plain", "goodput", "always:5"
     setting = limited(0.3, 0.0072, *names)
-    found = {name: setting.fewest(name, 150, 1500) for name in names}
+    found = {name: setting.fewest_replicas(name, 150, 1500) for name in names}
     assert found["goodput"] <= found["always:5"]
     assert found["goodput"] < found["plain"]
 

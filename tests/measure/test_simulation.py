@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from support.cost_tables import planted
 from support.questions import PROMPTS
-from support.served import answer, tick
+from support.served import answer, run_of, tick
 from support.traces import requests
 
 from specexp.measure import under_load
@@ -26,18 +26,14 @@ LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text 
 @pytest.fixture
 def few(monkeypatch):
     """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "LEAST", dict.fromkeys(under_load.QUANTILES, 1))
-
-
-def run(responses, steps):
-    return under_load.Run(SimpleNamespace(steps=steps), Source([]), responses)
+    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(under_load.QUANTILES, 1))
 
 
 def test_compare_runs_pairs_real_with_simulated(few):
     later = [answer(0.0, (2.0, 1), (6.0, 5), begun_s=1.0)]
     sooner = [answer(0.0, (1.0, 1), (4.0, 5), begun_s=1.0)]
-    real = {name: run(later, [tick(0.0, 10.0)]) for name in ("plain", "goodput", "always:1")}
-    simulated = real | {"plain": run(sooner, [tick(0.0, 8.0)])}
+    real = {name: run_of(later, [tick(0.0, 10.0)]) for name in ("plain", "goodput", "always:1")}
+    simulated = real | {"plain": run_of(sooner, [tick(0.0, 8.0)])}
     table = under_load.compare_runs(real, simulated, 1, 1).set_index(["policy", "figure"])
     assert len(table) == 3 * 4
     assert table.loc["plain"].T.to_dict() == {
@@ -47,7 +43,7 @@ def test_compare_runs_pairs_real_with_simulated(few):
         "E2E p95 (ms)": {"real": 6000, "simulated": 4000},
     }
     assert (table.loc["goodput", "real"] == table.loc["goodput", "simulated"]).all()
-    again = real | {name: run(sooner, [tick(0.0, 8.0)]) for name in ("plain", "always:1")}
+    again = real | {name: run_of(sooner, [tick(0.0, 8.0)]) for name in ("plain", "always:1")}
     metrics = under_load.simulation_metrics(under_load.compare_runs(real, again, 1, 1))
     assert metrics == pytest.approx({
         "simulated/throughput_off": 0.25, "simulated/ttft_p95_off": 0.5,
@@ -161,12 +157,8 @@ def test_simulated_fits_the_pace_of_the_machine():
     accepted = pd.DataFrame({"category": ["a"], "gamma": [5], "record": [record]})
     offered = under_load.traffic(LETTERS, PROMPTS, "poisson:40", 60, 24)
     names = ["plain", "always:3", "goodput"]
-    real = under_load.simulate(planted(), accepted, names, offered, rows=3, pace=(1.5, 1.2))
-    runs, pace = under_load.simulated(planted(), accepted, real, offered, rows=3)
-    assert pace == pytest.approx((1.5, 1.2), rel=0.05)
+    real = under_load.simulate(planted(), accepted, names, offered, rows=3, factors=(1.5, 1.2))
+    runs, factors = under_load.simulate_fitted(planted(), accepted, real, offered, rows=3)
+    assert factors == pytest.approx((1.5, 1.2), rel=0.05)
     for name in names:
         assert runs[name].server.now == pytest.approx(real[name].server.now, rel=0.01)
-
-
-def texts(responses) -> dict[int, list[int]]:
-    return {a.request.stream: a.tokens for a in responses if a.state == "done"}

@@ -9,15 +9,15 @@ import pandas as pd
 import pytest
 from support.cost_tables import planted
 from support.questions import PROMPTS
-from support.served import ANSWERS, TICKS, answer, tick
+from support.served import ANSWERS, TICKS, answer, run_of, samples, tick
 from support.traces import write_csv
 
 from specexp import figures
 from specexp.errors import UserError
 from specexp.measure import under_load
-from specexp.measure.under_load import races, served
+from specexp.measure.under_load import loops, served
 from specexp.serving.requests import Request
-from specexp.serving.sources import Source, serve
+from specexp.serving.sources import serve
 
 LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
 
@@ -26,7 +26,7 @@ LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text 
 
 
 def test_request_times_count_from_arrival():
-    table = under_load.answered(ANSWERS)
+    table = under_load.request_table(ANSWERS)
     wanted = {
         "wait_s": [0.5, 0.125, 0.5, np.nan, 0.25],
         "ttft_s": [1.0, 0.25, 1.0, np.nan, 0.5],
@@ -45,14 +45,14 @@ def test_request_times_count_from_arrival():
 
 
 def test_gaps_are_between_deliveries_not_tokens():
-    assert under_load.gaps(ANSWERS).tolist() == [0.5, 1.0]
-    assert under_load.gaps(ANSWERS[1:]).tolist() == []
+    assert under_load.itl_s(ANSWERS).tolist() == [0.5, 1.0]
+    assert under_load.itl_s(ANSWERS[1:]).tolist() == []
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "LEAST", dict.fromkeys(under_load.QUANTILES, 1))
+    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(under_load.QUANTILES, 1))
 
 
 def test_quantiles_need_enough_samples():
@@ -114,17 +114,6 @@ def test_timeline_bins_sum_shares_and_average_counts():
     assert np.isnan(under_load.timeline(TICKS[1:2])["kept"][0])
 
 
-def samples(**policies):
-    """turns (seconds, tokens) of each policy at one load."""
-    rows = [
-        {"policy": name, "turn": turn, "s": s, "busy_s": s / 2, "tokens": n, "rows": 4,
-         "speculated": turn, "drafted": 4, "accepted": turn}
-        for name, turns in policies.items()
-        for turn, (s, n) in enumerate(turns)
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
-
-
 def test_rates_are_pooled_over_turns():
     light = samples(plain=[(1, 10), (2, 12)], fast=[(1, 20), (1, 12)], slow=[(2, 10), (4, 12)])
     table = under_load.rates(pd.concat([light.assign(load=2), light.assign(load=8)])).set_index(
@@ -166,16 +155,12 @@ def test_regret_interval_has_low_below_high():
     assert 0 < mine["low"] < mine["regret"] < mine["high"] < 1
 
 
-def run(responses, steps):
-    return under_load.Run(SimpleNamespace(steps=steps), Source([]), responses)
-
-
 def test_logged_metrics_are_the_policys_row(few):
     light = samples(plain=[(1, 10)] * 3, **{"always:3": [(1, 20)] * 3, "goodput": [(1, 25)] * 3})
     heavy = samples(plain=[(1, 80)] * 3, **{"always:3": [(1, 40)] * 3, "goodput": [(1, 76)] * 3})
     both = pd.concat([light.assign(load=1), heavy.assign(load=9)])
     served = under_load.by_policy(
-        {"goodput": run(ANSWERS, TICKS), "plain": run(ANSWERS[1:2], TICKS)}, 1e4, 1e4
+        {"goodput": run_of(ANSWERS, TICKS), "plain": run_of(ANSWERS[1:2], TICKS)}, 1e4, 1e4
     )
     rated, missed = under_load.rates(both), under_load.regrets(both)
     metrics, series = under_load.metrics(rated, missed, served, "goodput")
@@ -198,7 +183,7 @@ def test_logged_metrics_are_the_policys_row(few):
 
 
 def test_steps_table_keeps_order_by_policy():
-    table = under_load.steps({"plain": run([], TICKS), "goodput": run([], TICKS[:1])})
+    table = under_load.steps({"plain": run_of([], TICKS), "goodput": run_of([], TICKS[:1])})
     assert table["policy"].tolist() == ["plain"] * 3 + ["goodput"]
     assert table["emitted"].tolist() == [2, 2, 9, 2]
     assert table["end_s"].tolist() == [2.0, 2.5, 5.0, 2.0]
@@ -210,7 +195,6 @@ def test_steps_table_keeps_order_by_policy():
 def test_closed_loop_repeats_mixed_prompts():
     offered = under_load.traffic(LETTERS, PROMPTS, "closed:2", 5, 20)
     assert offered.concurrency == 2
-    assert offered.concurrency == 2
     assert [r.kind for r in offered.requests] == ["code", "messy", "code", "code", "messy"]
     assert "".join(map(chr, offered.requests[3].prompt)) == "def mean(values):"
     assert [r.stream for r in offered.requests] == list(range(5))
@@ -220,7 +204,6 @@ def test_closed_loop_repeats_mixed_prompts():
 def test_open_traffic_keeps_times_and_prompts():
     offered = under_load.traffic(LETTERS, PROMPTS, "poisson:4", 6, 20, seed=1)
     times = [r.at_s for r in offered.requests]
-    assert offered.concurrency is None
     assert offered.concurrency is None
     assert times == sorted(times)
     assert len(set(times)) == 6
@@ -261,7 +244,7 @@ def texts(responses) -> dict[int, list[int]]:
 
 def test_race_pairs_turns_and_outputs_agree(pairing):
     offered = under_load.requests(pairing, PROMPTS, 14, 10)
-    table, runs = under_load.race(pairing, NAMES, planted(), offered, 3, tokens=24, turns=2)
+    table, runs = under_load.closed_loop(pairing, NAMES, planted(), offered, 3, tokens=24, turns=2)
     turns = table.groupby("policy")["turn"].agg(list)
     assert set(turns.index) == set(NAMES)
     assert all(t == [0, 1] for t in turns)
@@ -281,7 +264,7 @@ def test_race_pairs_turns_and_outputs_agree(pairing):
 
 def test_race_repeats_requests_until_turns_end(pairing):
     offered = under_load.requests(pairing, PROMPTS, 3, 4)
-    table, runs = under_load.race(
+    table, runs = under_load.closed_loop(
         pairing, ["plain", "always:1"], None, offered, 2, tokens=10, turns=3
     )
     assert sorted(table["turn"]) == [0, 0, 1, 1, 2, 2]
@@ -290,14 +273,14 @@ def test_race_repeats_requests_until_turns_end(pairing):
 
 def test_race_without_tokens_is_refused(pairing, monkeypatch):
     offered = [Request([1] * 9, 1 << 20)] * 3
-    monkeypatch.setattr(races, "slots_for", lambda offered, slack: 64)
+    monkeypatch.setattr(loops, "slots_for", lambda offered, slack: 64)
     with pytest.raises(UserError, match=r"3 requests did not yield 10 tokens: plain: .* refused"):
-        under_load.race(pairing, ["plain"], None, offered, 2, tokens=10, turns=3)
+        under_load.closed_loop(pairing, ["plain"], None, offered, 2, tokens=10, turns=3)
 
 
 def test_open_race_outputs_agree_between_policies(pairing):
     offered = under_load.traffic(pairing, PROMPTS, "poisson:200", 10, 10)
-    runs = under_load.open_race(pairing, NAMES, planted(), offered, rows=3, slice_s=0.02)
+    runs = under_load.open_loop(pairing, NAMES, planted(), offered, rows=3, slice_s=0.02)
     for run in runs.values():
         assert [a.request for a in run.responses] == list(offered.requests)
         assert [a.came_s for a in run.responses] == [r.at_s for r in offered.requests]
@@ -323,13 +306,13 @@ def test_certify_served_finds_a_spoiled_output(pairing, monkeypatch):
         responses[2].tokens[1] ^= 1
         return responses
 
-    monkeypatch.setattr(races, "serve", spoiled)
+    monkeypatch.setattr(loops, "serve", spoiled)
     assert under_load.certify_served(pairing, offered, 3).bugs == 1
 
 
-def test_bake_off_has_every_load_policy_and_turn(pairing):
+def test_closed_loops_has_every_load_policy_and_turn(pairing):
     names = ["plain", "always:1", "bandit"]
-    table = under_load.bake_off(pairing, names, None, PROMPTS, [1, 3], 8, turns=2)
+    table = under_load.closed_loops(pairing, names, None, PROMPTS, [1, 3], 8, turns=2)
     assert set(zip(table["load"], table["policy"], strict=True)) == {
         (c, n) for c in (1, 3) for n in names
     }

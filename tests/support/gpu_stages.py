@@ -38,7 +38,7 @@ from specexp.measure import break_even, interleave, prompts
 from specexp.measure.exactness import compare
 from specexp.measure.hardware import peers, roofline, suites
 from specexp.measure.prompts import Prompt
-from specexp.measure.under_load import races, served
+from specexp.measure.under_load import loops, served
 from specexp.models import memory
 from specexp.models.lm import LM
 from specexp.models.load import of_module, weight_bytes
@@ -289,7 +289,9 @@ def sweep(rows: Rows, device: torch.device) -> None:
 def served_at(
     streams: int, pair: Pairing, policies: list[str], costs: list[Costs], texts: list[Prompt]
 ) -> dict[str, Any]:
-    table = races.bake_off(pair, policies, next(iter(costs), None), texts, [streams], NEW, TURNS)
+    table = loops.closed_loops(
+        pair, policies, next(iter(costs), None), texts, [streams], NEW, TURNS
+    )
     return {"rates": served.rates(table).to_dict("records")}
 
 

@@ -1,6 +1,11 @@
 """Responses and steps of a server, made up for tests of what is reported of them."""
 
+from types import SimpleNamespace
+
+import pandas as pd
+
 from specexp.serving.requests import Request, Response, ServerStep
+from specexp.serving.sources import Run, Source
 
 
 def answer(came_s, *deliveries, begun_s=None, state="done", kind="code", prompt=3, **counts):
@@ -13,6 +18,21 @@ def tick(begin_s, end_s, busy_s=0.0, **counts):
         ("waiting", "read", "live", "rows", "speculated", "drafted", "accepted", "emitted"), 0
     )
     return ServerStep(begin_s, end_s, busy_s, **none | counts)
+
+
+def run_of(responses, steps):
+    return Run(SimpleNamespace(steps=steps), Source([]), responses)
+
+
+def samples(**policies):
+    """A table of turns, as (seconds, tokens), of each policy at one load."""
+    rows = [
+        {"policy": name, "turn": turn, "s": s, "busy_s": s / 2, "tokens": n, "rows": 4,
+         "speculated": turn, "drafted": 4, "accepted": turn}
+        for name, turns in policies.items()
+        for turn, (s, n) in enumerate(turns)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 ANSWERS = [

@@ -1,39 +1,39 @@
 """Serving under load as an experiment: traffic from prompts, policies compared, their metrics.
 
-`offered`: the requests and when they arrive. `races`: servers of several policies at the same
+`offered`: the requests and when they arrive. `loops`: servers of several policies at the same
 work, by turns on one machine. `served`: what their steps and responses say. `simulation`: the same
 servers on the cost table instead of the models. Notebooks read all of it from here.
 """
 
-from specexp.measure.under_load.offered import requests, slots_for, staggered, traffic
-from specexp.measure.under_load.races import (
-    bake_off,
+from specexp.measure.under_load.loops import (
     certify_served,
+    closed_loop,
+    closed_loops,
+    costs_for,
     in_turn,
     notes,
-    open_race,
+    open_loop,
     overhead_s,
-    prices,
-    race,
 )
+from specexp.measure.under_load.offered import requests, slots_for, staggered, traffic
 from specexp.measure.under_load.served import (
     QUANTILES,
-    answered,
-    answers,
+    answered_requests,
     by_policy,
-    gaps,
+    itl_s,
     metrics,
     rates,
     regrets,
+    request_table,
     served_metrics,
     steps,
-    sums,
     timeline,
+    totals,
 )
 from specexp.measure.under_load.simulation import (
     compare_runs,
     simulate,
-    simulated,
+    simulate_fitted,
     simulation_metrics,
 )
 from specexp.serving.sources import Run

@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 
 from specexp.errors import UserError
 from specexp.measure import summaries
-from specexp.measure.under_load.served import answer_metrics
+from specexp.measure.under_load.served import request_metrics
 from specexp.policy import Load
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, bursty
@@ -51,14 +51,14 @@ class Pace(NamedTuple):
     """The rounds of a replica that has a certain number of streams.
 
     gamma: draft length; tokens_s: tokens a second of each stream; round: expected tokens of a
-    stream a round; over: expected tokens that the last round of an output yields beyond its end,
-    plus those that a plain first round lacks; spread: an output of n tokens takes as long as
-    n + over + spread * sqrt(n) * z tokens, z being standard normal."""
+    stream a round; overshoot: expected tokens that the last round of an output yields beyond its
+    end, plus those that a plain first round lacks; spread: an output of n tokens takes as long as
+    n + overshoot + spread * sqrt(n) * z tokens, z being standard normal."""
 
     gamma: int
     tokens_s: float
     round: float = 1.0
-    over: float = 0.0
+    overshoot: float = 0.0
     spread: float = 0.0
 
 
@@ -73,7 +73,7 @@ def paces_of(
 
     conditional[i]: P(draft token i + 1 accepted given that token i was). The drafter's prefill of
     `prompt` tokens a request is spread over the rounds of an output of `output` tokens, both means.
-    A batch that the table makes slower than a larger one takes the larger one's time, so that a
+    A batch that is slower than a larger one in the table takes the larger one's time, so that a
     single disturbed measurement does not matter. Raises UserError."""
     deepest = costs.gammas[-1]
     gammas = [0, *(g for g in GAMMAS if g <= deepest)]
@@ -92,9 +92,9 @@ def paces_of(
         else:
             gamma = max(gammas, key=partial(tokens_s, b))
         mean, square = _moments(conditional, gamma)
-        over = (square / mean - 1) / 2 + costs.reads * (mean - 1)
+        overshoot = (square / mean - 1) / 2 + costs.reads * (mean - 1)
         spread = math.sqrt(max(0.0, square / mean - mean))
-        every.append(Pace(gamma, tokens_s(b, gamma), mean, over, spread))
+        every.append(Pace(gamma, tokens_s(b, gamma), mean, overshoot, spread))
     return every
 
 
@@ -147,7 +147,7 @@ def simulate(
             request, pace = waiting.popleft(), paces[len(ends)]
             begin = max(begin, credit + half_round)  # never before that of an earlier request
             free = max(free, now) + read_s(prompts[request])
-            needed = tokens[request] + pace.over + pace.spread * deviation[request]
+            needed = tokens[request] + pace.overshoot + pace.spread * deviation[request]
             first[request] = begin + pace.round
             heappush(ends, (begin + max(needed, pace.round), request))
     credits, times = -np.array(path)[::-1].T  # so that of equal credits the earliest time counts
@@ -202,17 +202,17 @@ class Setting:
         offered = bursty(rate / replicas, sample, day.lengths, day.seed, cv)
         return simulate(offered, self.paces[name], self.costs.prefill_s, day.seed)
 
-    def kept(self, served: pd.DataFrame) -> bool:
-        """Whether the limits are kept. (The TPOT of outputs of one token is NaN.)"""
+    def within_limits(self, served: pd.DataFrame) -> bool:
+        """Whether both 95th percentiles are. (The TPOT of outputs of one token is NaN.)"""
         most = served[["ttft_s", "tpot_s"]].quantile(0.95)
         return bool(most["ttft_s"] <= self.ttft_s and not most["tpot_s"] > self.tpot_s)
 
-    def fewest(self, name: str, rate: float, sample: int, near: int = 1) -> int:
+    def fewest_replicas(self, name: str, rate: float, sample: int, near: int = 1) -> int:
         """The fewest replicas that keep the limits, by bisection from `near`; one that is idle must
         keep them."""
 
         def enough(replicas: int) -> bool:
-            return self.kept(self.serve(name, rate, sample, replicas))
+            return self.within_limits(self.serve(name, rate, sample, replicas))
 
         few, many = 0, near
         while not enough(many):
@@ -256,9 +256,9 @@ def hourly(setting: Setting, sample: int) -> pd.DataFrame:
     for name in tqdm(setting.paces, desc="sizing", unit="policy", delay=1):
         alone = setting.serve(name, RARE, sample)
         sizes, near = dict.fromkeys(rates, np.nan), 1
-        if setting.kept(alone):
+        if setting.within_limits(alone):
             for rate in sizes:
-                near = sizes[rate] = setting.fewest(name, rate, sample, near)
+                near = sizes[rate] = setting.fewest_replicas(name, rate, sample, near)
         elif name == "plain":
             ttft_ms, tpot_ms = 1e3 * alone[["ttft_s", "tpot_s"]].quantile(0.95)
             raise UserError(
@@ -287,13 +287,13 @@ def peak(hours: pd.DataFrame, name: str) -> int:
 
 def busiest(setting: Setting, sample: int, replicas: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The busiest hour on this many replicas, by `sample` requests of one: a row of
-    `answer_metrics` a policy; and the requests, with the column policy."""
+    `request_metrics` a policy; and the requests, with the column policy."""
     rate, rows, requests = setting.day.rates().max(), [], []
     for name in setting.paces:
         served = setting.serve(name, rate, sample, replicas).assign(policy=name, state="done")
         seconds = (served["at_s"] + served["e2e_s"]).max() - served["at_s"].min()
         limits_ms = 1e3 * setting.ttft_s, 1e3 * setting.tpot_s
-        rows.append({"policy": name} | answer_metrics(served, seconds / replicas, *limits_ms))
+        rows.append({"policy": name} | request_metrics(served, seconds / replicas, *limits_ms))
         requests.append(served)
     return pd.DataFrame(rows), pd.concat(requests)
 

@@ -12,13 +12,13 @@ from specexp.serving.requests import Response, ServerStep
 from specexp.serving.sources import Run
 
 QUANTILES = (50, 95, 99)
-LEAST = {50: 1, 95: 60, 99: 662}  # samples below which a quantile is not reported
+MIN_SAMPLES = {50: 1, 95: 60, 99: 662}  # samples below which a quantile is not reported
 
 
 # --- closed loops --------------------------------------------------------------------------------
 
 
-def sums(steps: Sequence[ServerStep]) -> dict[str, float]:
+def totals(steps: Sequence[ServerStep]) -> dict[str, float]:
     """Totals over a server's steps: s and busy_s (seconds, and those of rounds and prefills),
     tokens (emitted), rows, stream_s (seconds times streams), speculated (rows that had draft
     tokens), drafted and accepted (draft tokens)."""
@@ -31,7 +31,7 @@ def sums(steps: Sequence[ServerStep]) -> dict[str, float]:
 
 
 def _against(at: pd.DataFrame, base: str) -> Iterator[tuple[Any, pd.Series, statistics.Interval]]:
-    """Of each policy at one load: its name, its sums over turns, and its speedup over `base`."""
+    """Of each policy at one load: its name, its totals over turns, and its speedup over `base`."""
     first = at[at["policy"] == base].set_index("turn")
     for name, part in at.groupby("policy", sort=False):
         here = part.set_index("turn").loc[first.index].drop(columns=["policy", "load"])
@@ -40,7 +40,7 @@ def _against(at: pd.DataFrame, base: str) -> Iterator[tuple[Any, pd.Series, stat
 
 
 def rates(samples: pd.DataFrame) -> pd.DataFrame:
-    """How fast each policy is at each load, from `bake_off`.
+    """How fast each policy is at each load, from `closed_loops`.
 
     One row a load and policy, with columns load, policy, tok_s; the speedup over plain decoding
     with its interval low, high over turns; and three shares: speculated (of rows), kept (of draft
@@ -60,7 +60,7 @@ def rates(samples: pd.DataFrame) -> pd.DataFrame:
 
 def regrets(samples: pd.DataFrame) -> pd.DataFrame:
     """The share of the rate that a policy loses to the best fixed choice at that load, which is
-    plain decoding or a draft length, picked with hindsight; from `bake_off`.
+    plain decoding or a draft length, picked with hindsight; from `closed_loops`.
 
     One row a load and policy, with columns load, policy, oracle (the best fixed choice), regret and
     its interval low, high over turns; negative where the policy is faster. Raises UserError where
@@ -82,7 +82,7 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
 # --- open traffic --------------------------------------------------------------------------------
 
 
-def answered(responses: Sequence[Response]) -> pd.DataFrame:
+def request_table(responses: Sequence[Response]) -> pd.DataFrame:
     """One row a request, times in seconds as serving benchmarks define them: ttft_s from arrival to
     the first token, waiting (wait_s) included; tpot_s from the first token to the last, for each
     token after the first; e2e_s from arrival to the last token. Also kind, state, came_s, and the
@@ -102,25 +102,25 @@ def answered(responses: Sequence[Response]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def answers(runs: dict[str, Run]) -> pd.DataFrame:
-    """`answered` of all policies, with the column policy; only requests that were answered."""
-    every = [answered(run.responses).assign(policy=name) for name, run in runs.items()]
+def answered_requests(runs: dict[str, Run]) -> pd.DataFrame:
+    """`request_table` of all policies, with the column policy; only requests that were answered."""
+    every = [request_table(run.responses).assign(policy=name) for name, run in runs.items()]
     return pd.concat(every, ignore_index=True).query("state == 'done'")
 
 
-def gaps(responses: Sequence[Response]) -> np.ndarray:
+def itl_s(responses: Sequence[Response]) -> np.ndarray:
     """ITL: seconds between the deliveries of a request, all requests pooled. The tokens of a round
     arrive together and count as one delivery."""
     each = [np.diff([at for at, _ in a.deliveries]) for a in responses if len(a.deliveries) > 1]
     return np.concatenate(each) if each else np.zeros(0)
 
 
-def answer_metrics(
+def request_metrics(
     table: pd.DataFrame, seconds: float, ttft_ms: float, tpot_ms: float, **more_s: np.ndarray
 ) -> dict[str, float]:
     """Throughput, goodput and percentiles of latencies (and of `more_s`) from the columns state,
-    tokens, ttft_s, tpot_s, e2e_s of `answered`. Goodput: the requests answered within both limits,
-    as a share of all and a second. NaN where there are too few samples."""
+    tokens, ttft_s, tpot_s, e2e_s of `request_table`. Goodput: the requests answered within both
+    limits, as a share of all and a second. NaN where there are too few samples."""
     done = table[table["state"] == "done"]
     within = (1e3 * done["ttft_s"] <= ttft_ms) & ~(1e3 * done["tpot_s"] > tpot_ms)
     figures = {
@@ -132,7 +132,7 @@ def answer_metrics(
     series = {name: done[f"{name}_s"].dropna() for name in ("ttft", "tpot", "e2e")} | more_s
     for name, values in series.items():
         for q in QUANTILES:
-            at = float(np.percentile(values, q)) if len(values) >= LEAST[q] else float("nan")
+            at = float(np.percentile(values, q)) if len(values) >= MIN_SAMPLES[q] else float("nan")
             figures[f"latency/{name}_p{q}_ms"] = 1e3 * at
     return figures
 
@@ -140,10 +140,10 @@ def answer_metrics(
 def served_metrics(
     responses: Sequence[Response], steps: Sequence[ServerStep], ttft_ms: float, tpot_ms: float
 ) -> dict[str, float]:
-    """The metrics that serving benchmarks report, for MLflow: `answer_metrics`, and the load."""
-    table, total = answered(responses), sums(steps)
+    """The metrics that serving benchmarks report, for MLflow: `request_metrics`, and the load."""
+    table, total = request_table(responses), totals(steps)
     seconds = (steps[-1].end_s - min(a.came_s for a in responses)) if steps else float("nan")
-    return answer_metrics(table, seconds, ttft_ms, tpot_ms, itl=gaps(responses)) | {
+    return request_metrics(table, seconds, ttft_ms, tpot_ms, itl=itl_s(responses)) | {
         "load/occupancy": total["stream_s"] / (total["s"] or float("nan")),
         "load/speculated": total["speculated"] / max(1, total["rows"]),
         "load/refused": (table["state"] == "refused").sum(),

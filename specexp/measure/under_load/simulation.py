@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from specexp.measure.summaries import drafted_share, pooled
+from specexp.measure.under_load.loops import overhead_s
 from specexp.measure.under_load.offered import slots_for
-from specexp.measure.under_load.races import overhead_s
-from specexp.measure.under_load.served import served_metrics, sums
+from specexp.measure.under_load.served import served_metrics, totals
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
 from specexp.serving.server import Server
@@ -24,13 +24,13 @@ LOGGED = ("throughput", "ttft_p95", "tpot_p95", "e2e_p95")  # the same figures, 
 
 def simulate(
     costs: Costs, accepted: pd.DataFrame, names: Sequence[str], offered: Source, rows: int,
-    overhead_s: float = 0.0, pace: tuple[float, float] = (1.0, 1.0),
+    overhead_s: float = 0.0, factors: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, Run]:  # fmt: skip
     """SIMULATED: the same traffic under every policy, on the cost table instead of the models.
 
     accepted: rows of `one_pairing.acceptance`; a request has the acceptance of its category, and
-    draft tokens as often. overhead_s: see `races.overhead_s`. pace: factors on the table's times of
-    rounds and of prefill, of which the policies do not know."""
+    draft tokens as often. overhead_s: see `loops.overhead_s`. factors: of the table's times of
+    rounds and of prefill; the policies do not know them."""
     parts = [*accepted.groupby("category"), (None, accepted)]
     by_kind = {kind: (pooled(part).conditional, drafted_share(part)) for kind, part in parts}
     alike = {r.stream: by_kind.get(r.kind, by_kind[None]) for r in offered.requests}
@@ -40,7 +40,7 @@ def simulate(
         chosen = policies.of(name, costs, deepest)
         slots = slots_for(offered.requests, chosen.widest)
         rows_of_server = SimulatedRows(
-            costs.scaled(*pace), lambda stream: alike[stream][0], rows, slots, chosen.widest,
+            costs.scaled(*factors), lambda stream: alike[stream][0], rows, slots, chosen.widest,
             overhead_s=overhead_s, filled=lambda stream: alike[stream][1],
         )  # fmt: skip
         runs[name] = Run(Server(rows_of_server, chosen), offered)
@@ -49,29 +49,29 @@ def simulate(
     return runs
 
 
-def simulated(
+def simulate_fitted(
     costs: Costs, accepted: pd.DataFrame, real: dict[str, Run], offered: Source, rows: int
 ) -> tuple[dict[str, Run], tuple[float, float]]:
-    """SIMULATED: the same runs by `simulate`, on a machine as fast as the real one was during them,
-    and the two factors on the table's times that this takes. They are fitted so that the steps with
-    prefill, and those without, take as long in total as they really did, in the median of the
-    policies. (Within minutes a machine's speed changes by a third, which queues amplify.)"""
+    """SIMULATED: the real runs by `simulate`, on a machine as fast as it was during them, and the
+    `factors` that this takes. They are fitted so that the steps with prefill, and those without,
+    take as long in total as they really did, in the median of the policies. (Within minutes a
+    machine's speed changes by a third, which queues amplify.)"""
     own_s, rounds, prefill = overhead_s(real), 1.0, 1.0
 
     def off(runs: dict[str, Run], reading: bool) -> float:
         def seconds(run: Run) -> float:
-            return sums([t for t in run.steps if bool(t.read) == reading])["s"]
+            return totals([t for t in run.steps if bool(t.read) == reading])["s"]
 
         return float(np.median([seconds(real[n]) / max(seconds(runs[n]), 1e-9) for n in real]))
 
     for _ in range(20):
-        pace = rounds, prefill
-        runs = simulate(costs, accepted, list(real), offered, rows, overhead_s=own_s, pace=pace)
+        factors = rounds, prefill
+        runs = simulate(costs, accepted, list(real), offered, rows, own_s, factors)
         slower = off(runs, False), off(runs, True)
         if np.allclose(slower, 1, atol=0.005):
             break
         rounds, prefill = rounds * slower[0], prefill * slower[1]
-    return runs, pace
+    return runs, factors
 
 
 def compare_runs(

@@ -20,7 +20,7 @@ from specexp.measure import break_even
 from specexp.measure.exactness import Exactness, compare, watched
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load.offered import requests, slots_for, staggered
-from specexp.measure.under_load.served import sums
+from specexp.measure.under_load.served import totals
 from specexp.policy import Policy
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
@@ -46,7 +46,7 @@ def rows_for(
     return EngineRows(engine, rows, slots_for(offered, slack), slack)
 
 
-def _engine_rows(
+def _rows_by_policy(
     pairing: Pairing, chosen: Mapping[str, Policy], rows: int, offered: Sequence[Request]
 ) -> dict[str, EngineRows]:
     """The rows of each policy's server, with slots for the largest draft of any of them."""
@@ -54,14 +54,14 @@ def _engine_rows(
     return {name: rows_for(pairing, name, rows, offered, slack) for name in chosen}
 
 
-def _alike(engine_rows: Mapping[str, EngineRows]) -> None:
-    """Give all as many rows: later ones may have found less memory."""
+def _equal_counts(engine_rows: Mapping[str, EngineRows]) -> None:
+    """Cut all to as many rows as the smallest has: later ones may have found less memory."""
     least = min(rows.count for rows in engine_rows.values())
     for rows in engine_rows.values():
         rows.count = least
 
 
-def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -> Costs | None:
+def costs_for(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -> Costs | None:
     """The cost table for these requests, measured if need be; None if no policy reads it. Raises
     UserError as `break_even.profile` does."""
     if not {*policies.PRICED} & {*names}:
@@ -72,19 +72,19 @@ def prices(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -
 # --- closed loops --------------------------------------------------------------------------------
 
 
-def race(
+def closed_loop(
     pairing: Pairing, names: Sequence[str], costs: Costs | None, offered: Sequence[Request],
     concurrency: int, tokens: int, turns: int,
 ) -> tuple[pd.DataFrame, dict[str, Run]]:  # fmt: skip
     """A closed loop of `concurrency` streams under every policy, by turns; the requests repeat.
 
     Returns a table and the runs. The table has one row a policy and turn, with columns policy, turn
-    and those of `sums`. The first turn begins when every row has been in use, and `LEARNING` turns
-    come before those that count. In a turn each server generates at least `tokens` tokens, a piece
-    at a time. Raises UserError for requests that yield no tokens."""
+    and those of `totals`. The first turn begins when every row has been in use, and `LEARNING`
+    turns come before those that count. In a turn each server generates at least `tokens` tokens, a
+    piece at a time. Raises UserError for requests that yield no tokens."""
     chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
-    engine_rows = _engine_rows(pairing, chosen, concurrency, offered)
-    _alike(engine_rows)
+    engine_rows = _rows_by_policy(pairing, chosen, concurrency, offered)
+    _equal_counts(engine_rows)
     servers = {n: Server(engine_rows[n], chosen[n], queue=len(offered)) for n in names}
     runs = {n: Run(servers[n], Source(offered, concurrency, repeat=True)) for n in names}
     turn_start = dict.fromkeys(runs, 0)
@@ -109,7 +109,7 @@ def race(
                 go(name, tokens * piece / PIECES)
         if turn >= 0:
             for name, run in runs.items():
-                rows.append({"policy": name, "turn": turn} | sums(run.steps[turn_start[name] :]))
+                rows.append({"policy": name, "turn": turn} | totals(run.steps[turn_start[name] :]))
     return pd.DataFrame(rows), runs
 
 
@@ -120,19 +120,19 @@ def in_turn(names: Collection[str], number: int) -> list[str]:
     return random.Random(number).sample(list(names), len(names))
 
 
-def bake_off(
+def closed_loops(
     pairing: Pairing, names: Sequence[str], costs: Costs | None, prompts: Sequence[Prompt],
     concurrency: Sequence[int], max_new_tokens: int, turns: int = 12,
 ) -> pd.DataFrame:  # fmt: skip
-    """`race` at every number of streams, `turns` turns each. One row a load, policy and turn, with
-    columns policy, turn, those of `sums` and load (streams). Raises UserError as `race` does."""
+    """`closed_loop` at every number of streams, `turns` turns each. One row a load (number of
+    streams), policy and turn: load, and the columns of `closed_loop`. Raises UserError."""
     parts = []
-    with tqdm(total=len(concurrency), desc="bake-off", unit="load") as bar:
+    with tqdm(total=len(concurrency), desc="closed loops", unit="load") as bar:
         for c in concurrency:
             tokens = 256 + 20 * c
             count = 2 * c + -(-(turns + LEARNING) * tokens // max_new_tokens)
             offered = staggered(requests(pairing, prompts, count, max_new_tokens), c)
-            part, _ = race(pairing, names, costs, offered, c, tokens, turns)
+            part, _ = closed_loop(pairing, names, costs, offered, c, tokens, turns)
             parts.append(part.assign(load=c))
             bar.update()
     return pd.concat(parts, ignore_index=True)
@@ -141,7 +141,7 @@ def bake_off(
 # --- open traffic --------------------------------------------------------------------------------
 
 
-def open_race(
+def open_loop(
     pairing: Pairing, names: Sequence[str], costs: Costs | None, offered: Source, rows: int,
     chunk: int = 512, queue: int = 1024, slice_s: float = 0.5,
 ) -> dict[str, Run]:  # fmt: skip
@@ -151,13 +151,13 @@ def open_race(
     arriving = offered.requests
     filling = [replace(r, at_s=0.0, new=min(r.new, 8)) for r in arriving[:rows]]
     chosen = {name: policies.of(name, costs, pairing.deepest) for name in names}
-    engine_rows = _engine_rows(pairing, chosen, rows, arriving)
+    engine_rows = _rows_by_policy(pairing, chosen, rows, arriving)
     for name, own in engine_rows.items():
         own.rehearse(chosen[name].widest - 1)
         another = policies.of(name, costs, pairing.deepest)  # the server's own has learned nothing
         with own.timer:
             serve(Server(own, another, chunk, queue=rows), Source(filling))
-    _alike(engine_rows)
+    _equal_counts(engine_rows)
     servers = {n: Server(engine_rows[n], chosen[n], chunk, queue) for n in names}
     runs = {n: Run(servers[n], offered) for n in names}
     going, turn = list(names), 0
