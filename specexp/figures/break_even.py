@@ -45,7 +45,7 @@ def cost_curves(costs: Costs) -> Figure:
         style.title(figure,
               f"{costs.about['target']}{doubt(costs)}: {floor_ends(costs, context)} "
               f"({costs.about['device']}, {costs.about['dtype']})",
-              bare="lower quartiles of repeated passes"
+              no_intervals="lower quartiles of repeated passes"
         )  # fmt: skip
     return figure
 

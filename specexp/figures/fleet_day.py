@@ -29,7 +29,8 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         right.set(ylabel="ms per token of a stream",
                   ylim=(0, min(table["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
-        title(figure, f"SIMULATED replica{doubt(setting.costs)}: {_paying(table)}", bare="computed")
+        finding = f"SIMULATED replica{doubt(setting.costs)}: {_paying(table)}"
+        title(figure, finding, no_intervals="computed")
     return figure
 
 

@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from specexp.figures import style
 from specexp.figures.pairings import crossing, gamma_panel, speedup_panel
-from specexp.figures.tokens import COLOURS, HATCHED, symbols
+from specexp.figures.tokens import COLOURS, HATCHED, cut, symbols
 from specexp.measure.lesson import LEAST, fit
 from specexp.measure.summaries import doubt_of_passes, doubt_of_speedups, rounds_s, step_s
 from specexp.serving.cost_table import Costs
@@ -52,9 +52,8 @@ def _short(p: float) -> str:
 
 
 def _label(text: str) -> str:
-    """A token's text as a label: in one line, and in quotes, since many begin with a space."""
-    text = symbols(text)
-    return f'"{text if len(text) <= 12 else text[:11] + "…"}"'
+    """A token as a label, in quotes, since many begin with a space."""
+    return f'"{cut(symbols(text))}"'
 
 
 def overlap_bars(table: pd.DataFrame) -> Figure:
@@ -130,7 +129,7 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
         style.title(figure, f"A pass over {last['tokens']:.0f} tokens takes "
                             f"{style.times(last, 'times')} the time of one; a draft token costs "
                             f"{each:.2f} plain steps" + doubt_of_passes(passes["times"]),
-                    bare="drafting (right), medians of repeats")  # fmt: skip
+                    no_intervals="drafting (right), medians of repeats")  # fmt: skip
     return figure
 
 
@@ -154,7 +153,7 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
         left.plot(costs["gamma"], rounds_s(costs) / step_s(costs), "s-",
                   color=COLOURS["rejected"], label="cost of a round in plain steps")  # fmt: skip
         style.title(figure, gamma_panel(right, measured, predicted),
-              bare="predictions and medians of round costs (left)")  # fmt: skip
+              no_intervals="predictions and medians of round costs (left)")  # fmt: skip
         left.set(xlabel="draft length γ", xticks=predicted["gamma"],
                  ylabel="tokens, or plain steps", ylim=(0, None))  # fmt: skip
         left.legend()

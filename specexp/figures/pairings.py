@@ -26,7 +26,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
     """Acceptance rate by pairing and category as a heat map, with the interval and the number n of
     prompts in each cell; samples from `one_pairing.acceptance`. Hatched: too few prompts."""
     rates = _rates(samples, "category")
-    few = rates["high"] - rates["low"] > style.FEW
+    few = rates["high"] - rates["low"] > style.WIDE_SHARE
     between = "[" + (100 * rates[["low", "high"]]).round().astype(int).astype(str).agg(
         ", ".join, axis=1) + "]\n"  # fmt: skip
     rates["note"] = between.mask(few, "") + "n = " + rates["n"].astype(str)
@@ -59,7 +59,7 @@ def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:
 
 def heat(
     rates: pd.DataFrame, finding: str, notes: pd.DataFrame | None = None,
-    hatched: pd.DataFrame | None = None, bare: str = "",
+    hatched: pd.DataFrame | None = None, no_intervals: str = "",
 ) -> Figure:  # fmt: skip
     """Shares as a heat map with a note below each, the shipped categories first; cells in which
     `hatched` is true are hatched."""
@@ -86,7 +86,7 @@ def heat(
         axes.set(xlabel="", ylabel="")
         axes.grid(False)  # behind cells without a value
         axes.tick_params(rotation=0)
-        style.title(figure, finding, bare=bare)
+        style.title(figure, finding, no_intervals=no_intervals)
     return figure
 
 
@@ -202,7 +202,7 @@ def forest(measured: pd.DataFrame, lead: pd.DataFrame | None = None) -> Figure:
             rest = table[["arm"]].merge(lead, on="arm", how="left")
             _rows(every[1], rest, "times", looks)
             every[1].set_xlabel(f"{table['arm'][0]} over each, paired by prompt")
-        style.title(figure, _first(table, lead) + summaries.doubt_of_speedups(table))
+        style.title(figure, _winner(table, lead) + summaries.doubt_of_speedups(table))
     return figure
 
 
@@ -228,7 +228,7 @@ def _rows(axes: Axes, table: pd.DataFrame, column: str, looks: dict[str, Any]) -
     style.log_axis(axes, "x")
 
 
-def _first(table: pd.DataFrame, lead: pd.DataFrame | None) -> str:
+def _winner(table: pd.DataFrame, lead: pd.DataFrame | None) -> str:
     """Which arm of `summaries.speedups`, the fastest first, is certainly faster than plain decoding
     and than all others."""
     best = summaries.fastest(table)
@@ -272,9 +272,8 @@ def round_costs(costs: pd.DataFrame) -> Figure:
             gamma, longer = int(costs["gamma"].iloc[-1]), check.iloc[-1] / check.iloc[0]
             finding = (f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
                        f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps")  # fmt: skip
-        style.title(
-            figure, finding + summaries.doubt_of_passes(check), bare="medians of repeated rounds"
-        )
+        finding += summaries.doubt_of_passes(check)
+        style.title(figure, finding, no_intervals="medians of repeated rounds")
     return figure
 
 

@@ -11,13 +11,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from specexp.figures.style import INK, PLAIN, SPECULATIVE, WIDEST, canvas, nothing, panels, title
-from specexp.figures.tokens import COLOURS, HATCHED, by_kind, symbols
+from specexp.figures.tokens import COLOURS, HATCHED, by_kind, cut, symbols
 
 if TYPE_CHECKING:
     from specexp.api import Output
 
 CHARACTER = 0.115  # inches
-TOLD = 10  # rounds that a share should rest on
+MIN_ROUNDS = 10  # rounds that a share should rest on
 
 
 def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
@@ -45,9 +45,8 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
 
 
 def _label(text: str) -> str:
-    """A token as a label: spaces at its end are left out, and it is cut if long."""
-    text = symbols(text).rstrip() or "␣"
-    return text if len(text) <= 12 else text[:11] + "…"
+    """A token as a label, without spaces at its end."""
+    return cut(symbols(text).rstrip() or "␣")
 
 
 def trees(edges: pd.DataFrame) -> Figure:
@@ -62,7 +61,7 @@ def trees(edges: pd.DataFrame) -> Figure:
         for axes, (name, part), x in zip(every, arms.items(), places, strict=True):
             for node, edge in part[1:].iterrows():
                 across, up = [x[edge["parent"]], x[node]], [edge["depth"] - 1, edge["depth"]]
-                faint = 0.3 if part["accepted"][edge["parent"]] < TOLD else 1.0
+                faint = 0.3 if part["accepted"][edge["parent"]] < MIN_ROUNDS else 1.0
                 axes.plot(across, up, color=SPECULATIVE, lw=0.5 + 7 * edge["rate"], zorder=1,
                           alpha=faint)  # fmt: skip
                 label = np.average([across, up], axis=1, weights=(1, 2))  # where siblings are apart
@@ -82,7 +81,7 @@ def trees(edges: pd.DataFrame) -> Figure:
         title(figure,
               f"The likeliest first draft token is accepted in {' to '.join(shares)} of rounds"
               + f"; its siblings add at most {more.max():.0%}" * bool((first["child"] > 0).any()),
-              bare=f"shares of rounds, faint where they are of fewer than {TOLD}"
+              no_intervals=f"shares of rounds, faint where they are of fewer than {MIN_ROUNDS}"
         )  # fmt: skip
     return figure
 

@@ -42,13 +42,10 @@ def by_category(runs: pd.DataFrame) -> Figure:
     )  # fmt: skip
     of_one = low.notna() & (runs_of == 1).to_numpy()[:, None]
     between = "[" + low.map("{:.0f}".format) + ", " + high.map("{:.0f}".format) + "]"
-    return heat(
-        rates,
-        f"Acceptance rates in runs of 10_acceptance: {rates.min(axis=None):.0%} to "
-        f"{rates.max(axis=None):.0%}",
-        between.where(of_one, counts),
-        bare="" if of_one.all(axis=None) else "in averages of runs, nor where none was logged",
-    )
+    lowest, highest = rates.min(axis=None), rates.max(axis=None)
+    finding = f"Acceptance rates in runs of 10_acceptance: {lowest:.0%} to {highest:.0%}"
+    why = "" if of_one.all(axis=None) else "in averages of runs, nor where none was logged"
+    return heat(rates, finding, between.where(of_one, counts), no_intervals=why)
 
 
 def rate_and_speedup(runs: pd.DataFrame) -> Figure:
@@ -70,7 +67,7 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
                           markersize=8, label=drafter, **look)  # fmt: skip
         axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
         style.per_cent(axes, "x")
-        style.title(figure, _first(have, rates, speeds))
+        style.title(figure, _winner(have, rates, speeds))
     return figure
 
 
@@ -82,7 +79,7 @@ def _within(runs: pd.DataFrame, name: str, ends: str) -> pd.DataFrame:
         lambda end: end.fillna(runs[name])).assign(value=runs[name])  # fmt: skip
 
 
-def _first(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> str:
+def _winner(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> str:
     """Which run is the fastest, if that is certain. A run without an interval proves nothing."""
     lone = speeds["low"] == speeds["high"]
     table = speeds.assign(low=speeds["low"].mask(lone, -math.inf),

@@ -24,7 +24,7 @@ SYMBOLS, HATCHES = "osD^vPX", ("", "//", "..", "xx", "--")
 DOUBTFUL = 0.8  # R² of a fit of costs below which the measurement was probably disturbed
 WIDEST = 10.5  # inches: in a page 700 pixels wide such a figure can still be read
 NARROW, WIDE = 5, 500  # ranges of a logarithmic axis, highest over lowest
-FEW = 0.5  # an interval of a share wider than this says nothing but that there are too few prompts
+WIDE_SHARE = 0.5  # an interval of a share that is wider says only that prompts are too few
 SHEET: Any = {
     "figure.facecolor": "white", "axes.titlelocation": "left", "axes.titlesize": 12,
     "legend.frameon": False, "legend.fontsize": 9, "figure.labelsize": 12, "hatch.linewidth": 0.6,
@@ -85,10 +85,11 @@ def nothing(why: str) -> Figure:
     return figure
 
 
-def title(figure: Figure, text: str, about: str | None = None, bare: str = "") -> None:
-    """What a figure shows, and below it the subject, or what it is about instead; last why
-    estimates in it carry no interval, if any do not."""
-    lines = [text, _subject if about is None else about, f"No intervals: {bare}" * bool(bare)]
+def title(figure: Figure, text: str, about: str | None = None, no_intervals: str = "") -> None:
+    """What a figure shows; below it the subject, or `about` instead; below that why some estimates
+    in it carry no interval, or which do not."""
+    why = f"No intervals: {no_intervals}" * bool(no_intervals)
+    lines = [text, _subject if about is None else about, why]
     figure.suptitle("\n".join(filter(None, lines)), x=0.01, ha="left", fontsize=12, wrap=True)
 
 
@@ -113,9 +114,9 @@ def points(axes: Axes, table: pd.DataFrame, by: str, column: str = "speedup", **
     return axes.errorbar(table[by], table[column], ends(table, column), across, capsize=3, **look)
 
 
-def apart(table: pd.DataFrame, by: str, line: int, lines: int) -> pd.DataFrame:
-    """This table for line number `line` of so many over a logarithmic axis, moved a little along
-    it: intervals at one value of `by` do not hide each other."""
+def shifted(table: pd.DataFrame, by: str, line: int, lines: int) -> pd.DataFrame:
+    """The table of one of `lines` lines over a logarithmic axis, moved a little along it, so that
+    intervals at one value of `by` do not hide each other."""
     return table.assign(**{by: table[by] * 1.06 ** (line - (lines - 1) / 2)})
 
 

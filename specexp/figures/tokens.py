@@ -22,8 +22,8 @@ HATCHED = {"rejected": "//", "corrected": "..", "bonus": "\\\\"}  # to be read i
 
 
 class Look(NamedTuple):
-    """Of a token: in a terminal, in marks where that has no colours, and in HTML behind text of the
-    page's own colour, light or dark ({}: its colour)."""
+    """How a kind of token is shown: style, in a terminal; mark, in one without colours ({}: the
+    token); shade, as CSS, on a light or a dark page ({}: the kind's colour)."""
 
     style: str
     mark: str
@@ -64,19 +64,21 @@ def by_round(
         if tree is None:
             line.append(_coloured(decoder, kinds, visible=True))
         else:
-            for depth, token, kind in _branches(tree, step, kinds[: step.emitted]):
+            for depth, token, kind in _tree_lines(tree, step, kinds[: step.emitted]):
                 line.append("\n       " + "   " * depth + "└─ ", "dim")
                 line.append(_coloured(decoder, [(token, kind)], visible=True))
         lines.append(line)
     return Text("\n").join(lines)
 
 
-def _branches(
+def _tree_lines(
     parents: Sequence[int], step: Step, emitted: Sequence[tuple[int, str]] | None, node: int = 0
 ) -> Iterator[tuple[int, int, str]]:
-    """(depth, token, kind) of each node of a round's draft below one, depth first, and last of what
-    the target added to the accepted path. emitted: (token, kind) of the tokens kept below it; None
-    off that path, and below its end there is nothing where an output ended."""
+    """(depth, token, kind) of the tokens below a node of a round's draft, in the order of printing:
+    depth first, and after the children of the last accepted node the target's own token.
+
+    emitted: (token, kind) of the tokens emitted below this node: none if the output ended here;
+    None if the node was not accepted."""
     if emitted is not None and not emitted:
         return
     (kept, kind), *deeper = emitted or [(-1, "")]
@@ -84,7 +86,7 @@ def _branches(
         token = step.draft[child - 1]
         accepted = kind == "accepted" and token == kept
         yield 0, token, "accepted" if accepted else "rejected"
-        for depth, below, its in _branches(parents, step, deeper if accepted else None, child):
+        for depth, below, its in _tree_lines(parents, step, deeper if accepted else None, child):
             yield depth + 1, below, its
         kind = "" if accepted else kind  # a sibling of the same token is none
     if kind in ("corrected", "bonus"):
@@ -131,7 +133,7 @@ def shaded(text: Text) -> str:
 
 
 def _by_kind(text: Text, show: Callable[[str, str], str], other: Callable[[str], str] = str) -> str:
-    """The parts of a text that have a kind as `show` has them, those between as `other` does."""
+    """The text, its parts that have a kind replaced by show(kind, part), others by other(part)."""
     kinds = {look.style: kind for kind, look in LOOKS.items()}
     pieces, at = [], 0
     for span in text.spans:
@@ -145,6 +147,11 @@ def _by_kind(text: Text, show: Callable[[str, str], str], other: Callable[[str],
 def symbols(text: str) -> str:
     """The text in one line, with symbols for line ends and tabs."""
     return text.replace("\n", "⏎").replace("\t", "⇥")
+
+
+def cut(label: str) -> str:
+    """A label, cut if it is long."""
+    return label if len(label) <= 12 else label[:11] + "…"
 
 
 def _coloured(

@@ -38,7 +38,7 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
     with style.panels(3, 5.25, 4) as (figure, (left, middle, right)):
         for line, (name, look) in enumerate(looks.items()):
             part, lost = (
-                style.apart(table[table["policy"] == name], "load", line, len(looks))
+                style.shifted(table[table["policy"] == name], "load", line, len(looks))
                 for table in (rates, regrets)
             )
             scale = part["tok_s"] / part["speedup"]
@@ -157,7 +157,7 @@ def simulated(compared: pd.DataFrame) -> Figure:
         style.title(figure,
               f"SIMULATED against real: {off.median():.0%} off in the median, at worst "
               f"{off.max():.0%} ({worst['figure']}, {worst['policy']})",
-              bare="each point is one run of all requests"
+              no_intervals="each point is one run of all requests"
         )  # fmt: skip
     return figure
 
