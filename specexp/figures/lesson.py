@@ -13,13 +13,13 @@ from scipy.stats import binomtest
 from specexp.figures import style
 from specexp.figures.pairings import crossing, gamma_panel, speedup_panel
 from specexp.figures.tokens import COLOURS, HATCHED, cut, symbols
-from specexp.measure.lesson import LEAST, fit
+from specexp.measure.lesson import SIGNIFICANCE, fit
 from specexp.measure.summaries import doubt_of_passes, doubt_of_speedups, rounds_s, step_s
 from specexp.serving.cost_table import Costs
 
 
 def by_hand(table: pd.DataFrame) -> Figure:
-    """Rounds as lines of cells, from `judged`."""
+    """Rounds as lines of cells, from `outcomes`."""
     lines, columns = table["round"].nunique(), int(table["at"].max())
     table = table.assign(token=table["token"].map(_label))
     width = max(1.9, table["token"].str.len().max() * 0.13)
@@ -107,8 +107,8 @@ def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figu
         _tokens(axes, table)
         axes.set(ylabel=f"share of {n:,} first tokens")
         ours, theirs = fit(draws["emitted"], p), fit(draws["drafted"], p)
-        emitted = "follow" if ours > LEAST else "do NOT follow"
-        drafted = "do too" if theirs > LEAST else "do not"
+        emitted = "follow" if ours > SIGNIFICANCE else "do NOT follow"
+        drafted = "do too" if theirs > SIGNIFICANCE else "do not"
         style.title(figure, f"The tokens emitted {emitted} p; the draft tokens {drafted} "
                        f"(p-values {_short(ours)} and {_short(theirs)})")  # fmt: skip
     return figure

@@ -95,24 +95,24 @@ def measure(
     rounds: Times = {point: [] for point in product(batches, gammas, contexts)}
     reads: Times = {n: [] for n in lengths}
 
-    def visit(batch: int, context: int, times: int, way: int) -> None:
+    def visit(batch: int, context: int, times: int, direction: int) -> None:
         seqs = rows(batch, longest + context - contexts[-1], context)
         engine.rows.allocate(batch, seqs.tokens.shape[1], slack)
         _prefill(engine, seqs)
         count = times * max(1, FULL // batch)
         for turn, done in enumerate(range(0, count, BLOCK)):
             few = min(BLOCK, count - done)
-            for gamma in gammas[:: way * (-1) ** turn]:
+            for gamma in gammas[:: direction * (-1) ** turn]:
                 tree, before = Tree.chain(gamma), lead[gamma]
                 turns = [_round(engine, seqs, tree) for _ in range(before + few)]
                 rounds[batch, gamma, context] += turns[before:]
 
-    for way, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
-        for setting in tqdm(settings[::way], desc="costs", unit="setting", delay=1):
-            visit(*setting, times, way)
+    for direction, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
+        for setting in tqdm(settings[::direction], desc="costs", unit="setting", delay=1):
+            visit(*setting, times, direction)
         engine.rows.allocate(1, contexts[-1])
         for repeat in range(times + 1):
-            for n in lengths[:: way * (-1) ** repeat]:
+            for n in lengths[:: direction * (-1) ** repeat]:
                 seconds = _prefill(engine, rows(1, n + 1, contexts[-1]))
                 reads[n] += [seconds] if repeat else []
     shape = len(batches), len(gammas), len(contexts)
@@ -122,7 +122,7 @@ def measure(
         if again:
             visit(*setting, repeats, 1)
     draft, whole = _quartiles(rounds, *shape)
-    draft, verify = _apart(draft, whole)
+    draft, verify = _split(draft, whole)
     prefill, catch_up = _quartiles(reads, len(lengths))
     tokens = (g + 1 for g in gammas)
     return Costs(
@@ -131,7 +131,7 @@ def measure(
     )  # fmt: skip
 
 
-def _apart(draft: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _split(draft: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Divide the time of rounds [batch, gamma, context] into drafting and all else.
 
     Drafting was timed by itself. Where that would leave less of the round than a pass over several

@@ -43,8 +43,7 @@ class Candidate:
 
 @dataclass
 class _Findings:
-    """The problems of some parameters. `of` runs a check and keeps what it raises, naming the
-    parameters to change: those that the message mentions first."""
+    """The problems of some parameters."""
 
     params: Params
     problems: list[Problem] = field(default_factory=list)
@@ -52,11 +51,13 @@ class _Findings:
     def add(self, what: str, *names: str) -> None:
         self.problems.append(Problem(what, tuple(n for n in names if n in self.params)))
 
-    def of(self, names: Sequence[str], check: Callable[..., Any], *args: Any) -> Any:
+    def check(self, run: Callable[..., Any], *args: Any, blame: Sequence[str]) -> Any:
+        """What run(*args) returns; if it raises, None, and a problem that names the parameters to
+        `blame`, those first which the message mentions."""
         try:
-            return check(*args)
+            return run(*args)
         except (UserError, OSError) as e:
-            present = [name for name in names if name in self.params]
+            present = [name for name in blame if name in self.params]
             self.add(first_line(e), *by_mention(first_line(e), present, self.params))
         return None
 
@@ -69,17 +70,18 @@ def problems_of(
     findings = _Findings(params)
     for gamma in values(params, "gamma", "gammas") or [1]:
         for shape in values(params, "tree", "trees") or ["chain"]:
-            findings.of(("gamma", "gammas", "tree", "trees"), Tree.parse, shape, gamma)
+            findings.check(Tree.parse, shape, gamma, blame=("gamma", "gammas", "tree", "trees"))
     if texts is None:
         categories = tuple(params.get("categories") or ()) or None
         limit = None if "limit" in wrong else params.get("limit")
-        named = params.get("prompts", "all"), categories, limit
-        texts = findings.of(("prompts", "limit", "categories"), known, prompts.load, *named) or []
+        source = prompts.load, params.get("prompts", "all"), categories, limit
+        texts = findings.check(known, *source, blame=("prompts", "limit", "categories")) or []
     if str(device := params.get("device", "auto")).startswith("cuda"):
-        findings.of(("device",), known.cached, facts_of_gpu, device)
+        findings.check(known.cached, facts_of_gpu, device, blame=("device",))
     for rule in values(params, "rule", "rules"):
         if rule != "auto":
-            findings.of(("rule", "rules"), known.cached, "specexp.names.facts_of_rule", rule)
+            blame = ("rule", "rules")
+            findings.check(known.cached, "specexp.names.facts_of_rule", rule, blame=blame)
     deepest = MOST
     if "target" in params:
         pairings, longest = _check_models(params, texts, known, findings)
@@ -90,7 +92,7 @@ def problems_of(
         fluid = "requests_per_day" in params
         if fluid or policy not in PRICED:
             question = facts_of_policy, policy, deepest, fluid
-            findings.of(("policy", "policies", "drafter"), known.cached, *question)
+            findings.check(known.cached, *question, blame=("policy", "policies", "drafter"))
     return findings.problems
 
 
@@ -111,13 +113,13 @@ def _check_models(
 ) -> tuple[list[Candidate], int]:
     """The pairings that can be built, and the tokens of the longest prompt with its output."""
     target = params["target"]
-    facts = findings.of(("target",), known.cached, "specexp.names.facts_of_target", target)
+    facts = findings.check(known.cached, "specexp.names.facts_of_target", target, blame=["target"])
     if not facts:
         return [], 0
     pairings = []
     for options in each_pairing(params):
-        to_change = [*_naming(options, params), "target", "dtype"]
-        if pairing := findings.of(to_change, candidate, options, facts["vocab"], known):
+        blame = *_naming(options, params), "target", "dtype"
+        if pairing := findings.check(candidate, options, facts["vocab"], known, blame=blame):
             pairings.append(pairing)
     context, in_words = facts["reach"], facts["context"]
     new = params.get("max_new_tokens", 0)
@@ -129,12 +131,11 @@ def _check_models(
     needs = []
     for prompt in texts:
         if params.get("chat") or prompt.chat:
-            names, fields = ("chat", "target", "prompts"), astuple(prompt)
-            found = findings.of(names, known.cached, facts_of_chat, target, *fields)
-            n, answers = found or (0, 0)
+            chat, blame = (facts_of_chat, target, *astuple(prompt)), ("chat", "target", "prompts")
+            n, answers = findings.check(known.cached, *chat, blame=blame) or (0, 0)
         else:
-            question = known, _tokens_of, prompt.text, target, known
-            n, answers = findings.of(("prompts", "target"), *question) or 0, 0
+            plain, blame = (_tokens_of, prompt.text, target, known), ("prompts", "target")
+            n, answers = findings.check(known, *plain, blame=blame) or 0, 0
         needs.append(n + new * (1 + answers))
     longest = max(needs, default=0)
     if longest > context:
@@ -202,10 +203,10 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     tree, rule = Tree.parse(options["tree"], gamma), options["rule"]
     own = options["sampling"] == "given"
     temperature = options["temperature"] if own else facts["sampling"]["temperature"]
-    judging = None
+    ruling = None
     if rule != "auto":
-        judging = SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
-    fitting.fit(facts["method"], limits, tree, vocab, judging, temperature)
+        ruling = SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
+    fitting.fit(facts["method"], limits, tree, vocab, ruling, temperature)
     models = [SimpleNamespace(**sizes) for sizes in facts["models"]]
     return Candidate(limits, tree, temperature, models)
 

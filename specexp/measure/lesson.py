@@ -30,7 +30,7 @@ from specexp.tree import Tree
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of a pass
 ROWS = 64  # copies of a position that are sampled in one pass
 EXPECTED = 5  # tokens that a bin of the chi-square test should hold
-LEAST = 1e-4  # a p-value below this is no coincidence
+SIGNIFICANCE = 1e-4  # a p-value below this is no coincidence
 
 
 def insist(pairing: Pairing) -> None:
@@ -80,7 +80,7 @@ def rounds(pairing: Pairing, prompt: str, count: int) -> list[Snapshot]:
     return snapshots
 
 
-def judged(pairing: Pairing, snapshots: Sequence[Snapshot]) -> pd.DataFrame:
+def outcomes(pairing: Pairing, snapshots: Sequence[Snapshot]) -> pd.DataFrame:
     """What became of every draft token, and the token that ended each round.
 
     One row a token, with columns round and at (both from 1), token (its text), q and p of it,
@@ -115,7 +115,7 @@ class Position(NamedTuple):
     q: np.ndarray
 
 
-def telling(snapshots: Sequence[Snapshot]) -> Position:
+def pick_position(snapshots: Sequence[Snapshot]) -> Position:
     """Of the positions of first draft tokens, the one whose overlap of p and q is closest to one
     half. (With some drafters q of a later token would differ if a round began there.)"""
     positions = [Position(snap.context, snap.p[0], snap.q[0]) for snap in snapshots if snap.draft]
@@ -200,7 +200,7 @@ def passes(
 # --- when it pays --------------------------------------------------------------------------------
 
 
-def shipped() -> Costs:
+def shipped_costs() -> Costs:
     """The times of rounds of target-10m with sibling-3m that data/measurements holds."""
     file = json.loads((SHIPPED.parent / "measurements" / "load_aware.json").read_text())
     costs = file["costs"]

@@ -103,7 +103,7 @@ def test_tension_leaves_out_batches_beyond_the_curve():
 
 
 def test_pays_says_where_and_sliders_draw_the_same(monkeypatch):
-    costs = lesson.shipped()
+    costs = lesson.shipped_costs()
     figure = figures.lesson.pays(costs, [1, 64], [0.5, 0.9])
     best = max(costs.speedup(1, g, [0.9] * g, 128) for g in costs.gammas[1:])
     words = figure.get_suptitle().replace("\n", " ")

@@ -28,7 +28,7 @@ def snapshots(pairing):
 
 @pytest.fixture(scope="module")
 def position(snapshots):
-    return lesson.telling(snapshots)
+    return lesson.pick_position(snapshots)
 
 
 def test_rounds_by_hand_match_the_engine(pairing, snapshots):
@@ -54,8 +54,8 @@ def test_p_and_q_are_the_models_distributions(pairing, snapshots):
                 assert np.allclose(getattr(snap, name)[i], expected.detach(), atol=1e-5)
 
 
-def test_judged_has_chance_and_outcome_of_every_draft_token(snapshots, pairing):
-    table = lesson.judged(pairing, snapshots)
+def test_outcomes_have_chance_and_outcome_of_every_draft_token(snapshots, pairing):
+    table = lesson.outcomes(pairing, snapshots)
     for (_, part), snap in zip(table.groupby("round"), snapshots, strict=True):
         drafted = part[part["q"].notna()].reset_index(drop=True)
         for i, token in enumerate(snap.draft):
@@ -83,7 +83,7 @@ def test_overlap_residual_and_excess_add_up_to_p_and_q(pairing, position):
     assert table["id"].iloc[-1] == -1
 
 
-def test_telling_position_overlaps_nearest_to_half(snapshots, position):
+def test_picked_position_overlaps_nearest_to_half(snapshots, position):
     alphas = [theory.alpha_of(snap.p[0], snap.q[0]) for snap in snapshots]
     alpha = theory.alpha_of(position.p, position.q)
     assert alpha == min(alphas, key=lambda a: abs(a - 0.5))
@@ -92,9 +92,9 @@ def test_telling_position_overlaps_nearest_to_half(snapshots, position):
 def test_first_tokens_follow_p_and_draft_tokens_follow_q(pairing, position):
     draws = lesson.first_tokens(pairing, position.context, 1500)
     assert len(draws) == 1500
-    assert lesson.fit(draws["emitted"], position.p) > lesson.LEAST
-    assert lesson.fit(draws["drafted"], position.q) > lesson.LEAST
-    assert lesson.fit(draws["drafted"], position.p) < lesson.LEAST
+    assert lesson.fit(draws["emitted"], position.p) > lesson.SIGNIFICANCE
+    assert lesson.fit(draws["drafted"], position.q) > lesson.SIGNIFICANCE
+    assert lesson.fit(draws["drafted"], position.p) < lesson.SIGNIFICANCE
     alpha = theory.alpha_of(position.p, position.q)
     assert draws["accepted"].mean() == pytest.approx(alpha, abs=0.06)
     accepted = draws[draws["accepted"]]
@@ -110,11 +110,11 @@ def test_first_tokens_reset_a_drafter_with_state(kind):
         engine=engine, with_=lambda **_: pairing, encode=lambda _: tiny.PROMPTS[1:2]
     )
     prompt = tuple(tiny.PROMPTS[1])
-    position = lesson.telling(lesson.rounds(pairing, "", 3))
+    position = lesson.pick_position(lesson.rounds(pairing, "", 3))
     assert tuple(tiny.PROMPTS[1]) == prompt, "the caller's prompt grew"
     draws = lesson.first_tokens(pairing, position.context, 1500)
-    assert lesson.fit(draws["drafted"], position.q) > lesson.LEAST
-    assert lesson.fit(draws["emitted"], position.p) > lesson.LEAST
+    assert lesson.fit(draws["drafted"], position.q) > lesson.SIGNIFICANCE
+    assert lesson.fit(draws["emitted"], position.p) > lesson.SIGNIFICANCE
 
 
 def test_fit_counts_rare_tokens_together():

@@ -85,7 +85,7 @@ def test_committed_reports_can_be_compared():
 
 def test_report_of_other_suites_is_refused(tmp_path):
     file = tmp_path / "then.json"
-    options = dict.fromkeys(regression.ALIKE, 1)
+    options = dict.fromkeys(regression.MUST_MATCH, 1)
     file.write_text(json.dumps({"parameters": options, "suites": {"scale": {}, "peers": {}}}))
     with pytest.raises(UserError, match="none of the suites"):
         regression.read(file, options, ["scale", "round"])

@@ -14,4 +14,4 @@ Four questions, each about what ran (verdict.py puts the answers together):
 """
 
 from specexp.measure.exactness.reference import TOLERANCE, Reference, near_winners
-from specexp.measure.exactness.verdict import Divergence, Exactness, certify, compare, watched
+from specexp.measure.exactness.verdict import Divergence, Exactness, certify, check_rounds, compare

@@ -36,8 +36,8 @@ SINGLE = 0.1  # the share of it for counts of single rows
 BOUND = math.log(2 * SETS * KINDS / ALARM / (1 - SINGLE))  # each count has two sides
 SURE = 1.645  # standard deviations: a fault of the stated size is missed in 5 % of runs
 ROUNDS = 8  # fresh rounds for each recorded one
-MOST = {"cpu": 1 << 25}  # probabilities [B, N, V] that they may read in all
-MOST_ELSEWHERE = 1 << 30
+BUDGET = {"cpu": 1 << 25}  # probabilities [B, N, V] that they may read in all
+BUDGET_ELSEWHERE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Witness:
         self.tokens: dict[int, list[int]] = {row: [] for row in kept}
         self.logits: dict[int, list[Tensor]] = {row: [] for row in kept}
         self.generator = torch.Generator(device).manual_seed(engine.seed)
-        self.left = MOST.get(device.type, MOST_ELSEWHERE)
+        self.left = BUDGET.get(device.type, BUDGET_ELSEWHERE)
         self.streams = 1 << 32  # of fresh noise, apart from those of rows
         self.reach: Tensor | None = None
 

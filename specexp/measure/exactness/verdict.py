@@ -117,17 +117,17 @@ class Exactness:
 
 def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Exactness:
     """Decode the prompts both ways, all rows in one ragged batch, and classify every difference;
-    then look at rounds of the engine as it is (`watched`).
+    then look at rounds of the engine as it is (`check_rounds`).
 
     prompts: token ids of each row. Greedy output is made by the engine's own rule, sampled output
     by Match."""
     coupled = Engine.of(engine, rule=Match()) if engine.sampling.temperature > 0 else engine
     fast = coupled.generate(prompts, max_new_tokens).tokens
     exact = compare(engine, prompts, fast, max_new_tokens, range(len(prompts)))
-    return watched(exact, engine, prompts, max_new_tokens)
+    return check_rounds(exact, engine, prompts, max_new_tokens)
 
 
-def watched(
+def check_rounds(
     exact: Exactness, engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> Exactness:
     """Run the engine's own rule, add to `exact` whether logits are those of the module without a

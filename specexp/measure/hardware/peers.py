@@ -29,14 +29,14 @@ from specexp.measure.interleave import Turn
 from specexp.measure.prompts import Prompt
 from specexp.sampling import Sampling
 
-MOST = 8  # largest batch size that is compared
+MAX_BATCH = 8  # largest batch size that is compared
 SUFFIX = 3  # most tokens that prompt lookup matches, on both sides
 Texts = list[list[int]]  # of a batch, row by row
 Writer = Callable[[Texts], Texts]  # prompts to new tokens
 
 # (work, their arm, our arm) of each comparison
-ALONE = (("plain", "plain", "plain"), ("draft", "draft", "draft"), ("lookup", "lookup", "lookup"))
-TOGETHER = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
+ONE_STREAM = tuple((work, work, work) for work in ("plain", "draft", "lookup"))
+BATCHED = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
 
 
 def peers(
@@ -47,9 +47,9 @@ def peers(
     ratio, and how much of each output equals specexp's plain decoding (`equal`). The unit is a
     prompt and repeat, or the whole batch and a repeat."""
     new, gamma, device = max_new_tokens, pairing.options["gamma"], pairing.target.device
-    batch = max([b for b in batches if b <= MOST], default=min(batches))
+    batch = max([b for b in batches if b <= MAX_BATCH], default=min(batches))
     ids = pairing.encode([prompt.text for prompt in prompts])
-    crowd = [ids[i % len(ids)] for i in range(batch)]
+    batch_ids = [ids[i % len(ids)] for i in range(batch)]
     engines = {
         "plain": pairing.engine.plain(),
         "draft": pairing.with_().engine,
@@ -66,17 +66,20 @@ def peers(
         each = [[row] for row in ids]
         longest_first = sorted(each, key=lambda rows: -len(rows[0]))
         alone = interleave.time_in_turns(arms, each * repeats, device, "peers", warm=longest_first)
-        several = [crowd] * max(repeats, statistics.MIN_REPEATS)
+        several = [batch_ids] * max(repeats, statistics.MIN_REPEATS)
         some = {arm: arms[arm] for arm in few}
-        packed = interleave.time_in_turns(some, several, device, f"peers, batch {batch}")
+        in_batch = interleave.time_in_turns(some, several, device, f"peers, batch {batch}")
     rows = [
         {"work": work, "batch": size}
         | compared(turns.get(("theirs", their)), turns["ours", our])
         | {"missing": missing.get(their)}
         | {"equal": equal(engines["plain"], texts, turns.get(("theirs", their)), new)}
         | {"ours_equal": equal(engines["plain"], texts, turns["ours", our], new)}
-        for size, turns, texts, pairs in ((1, alone, ids, ALONE), (batch, packed, crowd, TOGETHER))
-        for work, their, our in pairs
+        for size, turns, texts, comparisons in (
+            (1, alone, ids, ONE_STREAM),
+            (batch, in_batch, batch_ids, BATCHED),
+        )
+        for work, their, our in comparisons
     ]
     return {
         "gamma": gamma, "drafter": pairing.drafter, "prompts": len(ids), "repeats": repeats,

@@ -14,16 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from specexp.errors import UserError, counted
-from specexp.measure.hardware.suites import WORK
+from specexp.measure.hardware.suites import NAMES, WORK
 from specexp.measure.statistics import Interval
 
 MARGIN = 0.05
 WRITE = "write one with specexp bench --out"
-ALIKE = ("target", "drafter", "gamma", "temperature", "sampling", "dtype", "max_new_tokens",
-         "prompts")  # fmt: skip
-RUNS = ("device", "threads", "torch")  # what may differ, and is said
-LATER = {"sampling": "given"}  # what reports before there was this parameter were measured with
-SUITES = ("peers", "roofline", "round")  # the others have no ratio that should rise or fall
+MUST_MATCH = ("target", "drafter", "gamma", "temperature", "sampling", "dtype", "max_new_tokens",
+              "prompts")  # fmt: skip
+MAY_DIFFER = ("device", "threads", "torch")  # a difference is said in the title
+ADDED_LATER = {"sampling": "given"}  # parameters that old reports lack, with what they were then
 
 
 class Change(NamedTuple):
@@ -46,23 +45,23 @@ class Change(NamedTuple):
 
 
 def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[str, Any]:
-    """Load an earlier report. Raises UserError if the file is not one, or if it was measured with
-    other parameters or suites than those given."""
+    """Load an earlier report. Raises UserError if the file is none, if its parameters are not
+    those given, or if it shares none of the suites."""
     try:
         report = dict(json.loads(path.read_text()))
-        earlier, measured = LATER | report["parameters"], set(report["suites"])
+        earlier, measured = ADDED_LATER | report["parameters"], set(report["suites"])
         _ = list(_ratios(report["suites"])), dict(report.get("about", {}))
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}; {WRITE}") from e
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         raise UserError(f"{path} is not a report that this version reads; {WRITE}") from e
-    parameters = LATER | parameters
-    changed = [name for name in ALIKE if earlier.get(name) != parameters[name]]
+    parameters = ADDED_LATER | parameters
+    changed = [name for name in MUST_MATCH if earlier.get(name) != parameters[name]]
     if changed:
         each = "; ".join(f"{n} {earlier.get(n)!r}, now {parameters[n]!r}" for n in changed)
         raise UserError(f"{path} was measured with {each}: use the same options for both")
-    if not measured & {*suites} & {*SUITES}:
-        raise UserError(f"{path} shares none of the suites {', '.join(SUITES)} with this run: "
+    if not measured & {*suites} & {*NAMES}:
+        raise UserError(f"{path} shares none of the suites {', '.join(NAMES)} with this run: "
                         "nothing to compare")  # fmt: skip
     return report
 
@@ -97,7 +96,8 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
 def table(compared: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
     """One row per ratio; worse ones in red."""
     was, about = then.get("about", {}), now["about"]
-    other = (f"{n} {was.get(n)}, now {about.get(n)}" for n in RUNS if was.get(n) != about.get(n))
+    differ = (n for n in MAY_DIFFER if was.get(n) != about.get(n))
+    other = (f"{n} {was.get(n)}, now {about.get(n)}" for n in differ)
     title = ": ".join(filter(None, ["against an earlier run", "; ".join(other)]))
     rows = Table("ratio", "then", "now", "", title=Text(title), title_justify="left",
                  caption=f"worse, better: the intervals are apart by more than {MARGIN:.0%}",

@@ -69,7 +69,7 @@ def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) ->
     if options["gamma"] == 0:
         problems.append("gamma is 0; to measure speculation it must be 1 or more")
     batches = options.get("batches", [1])
-    most = max(peers.MOST, min(batches))  # rows of the largest batch that generates
+    most = max(peers.MAX_BATCH, min(batches))  # rows of the largest batch that generates
     problems += parameters.check(options | {"batches": [min(b, most) for b in batches]}, texts)
     if problems:
         raise UserError("\n".join(problems))

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.measure import break_even
-from specexp.measure.exactness import Exactness, compare, watched
+from specexp.measure.exactness import Exactness, check_rounds, compare
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load.offered import requests, slots_for, staggered
 from specexp.measure.under_load.served import totals
@@ -198,7 +198,7 @@ def certify_served(pairing: Pairing, offered: Sequence[Request], concurrency: in
     """Serve requests in a closed loop, greedily or under the rule Match, and compare every output
     with plain decoding of that request alone. All rows draft, then half of them, then none, and so
     on, so that drafters lag and catch up whatever a policy would choose here. Then look at rounds
-    of the pairing's own rule (`exactness.watched`)."""
+    of the pairing's own rule (`exactness.check_rounds`)."""
     coupled = pairing if pairing.options["temperature"] == 0 else pairing.with_(rule="match")
     turning = policies.InTurn(min(3, pairing.deepest))
     rows_of_server = rows_for(coupled, "in turn", concurrency, offered, turning.widest)
@@ -207,4 +207,4 @@ def certify_served(pairing: Pairing, offered: Sequence[Request], concurrency: in
     prompts, streams = [list(r.prompt) for r in offered], [r.stream for r in offered]
     longest = max(r.new for r in offered)
     exact = compare(pairing.engine, prompts, texts, longest, streams)
-    return watched(exact, pairing.engine, prompts, longest)
+    return check_rounds(exact, pairing.engine, prompts, longest)
