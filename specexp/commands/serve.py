@@ -76,7 +76,7 @@ def serve(
         for note in notes:
             opt.say(note)
     if out and picture:
-        serving.steps(runs).to_csv(out, index=False)
+        serving.step_table(runs).to_csv(out, index=False)
         tables = {name: serving.timeline(run.steps) for name, run in runs.items()}
         under_load.timelines(tables).savefig(picture, dpi=110)
 

@@ -43,7 +43,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
         claim = f"certainly lower on {hardest['category']} than on {easiest['category']}, {claim}"
     else:
         claim += ", which so few prompts do not tell apart"
-    return heat(table, f"Acceptance rate of {hardest['pairing']} by kind of text: {claim}",
+    return heat_map(table, f"Acceptance rate of {hardest['pairing']} by kind of text: {claim}",
                 notes, hatched)  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     )
 
 
-def heat(
+def heat_map(
     rates: pd.DataFrame, finding: str, notes: pd.DataFrame | None = None,
     hatched: pd.DataFrame | None = None, no_intervals: str = "",
 ) -> Figure:  # fmt: skip

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from specexp.errors import counted
 from specexp.figures import style
-from specexp.figures.pairings import heat
+from specexp.figures.pairings import heat_map
 from specexp.measure.summaries import best_is_certain
 
 PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts")
@@ -45,7 +45,7 @@ def by_category(runs: pd.DataFrame) -> Figure:
     lowest, highest = rates.min(axis=None), rates.max(axis=None)
     finding = f"Acceptance rates in runs of 10_acceptance: {lowest:.0%} to {highest:.0%}"
     why = "" if of_one.all(axis=None) else "in averages of runs, nor where none was logged"
-    return heat(rates, finding, between.where(of_one, counts), no_intervals=why)
+    return heat_map(rates, finding, between.where(of_one, counts), no_intervals=why)
 
 
 def rate_and_speedup(runs: pd.DataFrame) -> Figure:

@@ -65,7 +65,7 @@ def panels(count: int, width: float, height: float, **grid: Any) -> Iterator[tup
         for spare in axes.flat[count:]:
             spare.remove()
         yield figure, list(axes.flat[:count])
-        _key(figure)
+        _legend(figure)
         sns.despine(figure)
         plt.close(figure)
 
@@ -93,7 +93,7 @@ def title(figure: Figure, text: str, about: str | None = None, no_intervals: str
     figure.suptitle("\n".join(filter(None, lines)), x=0.01, ha="left", fontsize=12, wrap=True)
 
 
-def _key(figure: Figure) -> None:
+def _legend(figure: Figure) -> None:
     """One legend below all panels that have none of their own; each label is there once."""
     named: dict[str, Any] = {}
     for axes in (axes for axes in figure.axes if not axes.get_legend()):

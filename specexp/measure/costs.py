@@ -132,11 +132,11 @@ def measure(
 
 
 def _split(draft: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Divide the time of rounds [batch, gamma, context] into drafting and all else.
+    """Split the time of rounds [batch, gamma, context] into that of drafting and all else.
 
-    Drafting was timed by itself. Where that would leave less of the round than a pass over several
-    tokens can take, drafting gets what such a pass leaves. Raises UserError for rounds so much
-    shorter than a plain step that the machine must have been busy."""
+    Drafting was timed by itself. If that leaves less of the round than a pass over several tokens
+    can take, drafting gets what such a pass leaves. Raises UserError for rounds so much shorter
+    than a plain step that the machine must have been busy."""
     step = whole[:, :1]
     if (worst := float((whole / step).min())) < 1 / theory.MISSED:
         raise UserError(

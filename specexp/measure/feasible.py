@@ -1,8 +1,8 @@
 """Whether the pairings that parameters name can be built, fit their context and memory, and may run
 their policies: found from files' heads, before a weight is loaded.
 
-Here facts are compared with what is asked for. To find the facts takes torch and transformers,
-which `zoo.known` imports when it is asked for a fact that is not in the cache.
+Here facts are compared with what is asked for. Finding them takes torch and transformers, which
+`zoo.known` imports when it is asked for a fact that is not in the cache.
 """
 
 import itertools

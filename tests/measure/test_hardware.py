@@ -70,7 +70,7 @@ def test_bare_products_cover_every_matrix_once(monkeypatch):
     assert all(x == (6, w[1]) for x, w in shapes)
     assert sum(w.numel() for _, w in shapes) == 2 * (LAYER - 64) + 40 * 32
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2))
-    assert [tuple(w.shape) for w in roofline.matrices(gpt2)] == [
+    assert [tuple(w.shape) for w in roofline.linear_weights(gpt2)] == [
         (96, 32), (32, 32), (128, 32), (32, 128), (40, 32),
     ]  # fmt: skip
 

@@ -183,7 +183,7 @@ def test_logged_metrics_are_the_policys_row(few):
 
 
 def test_steps_table_keeps_order_by_policy():
-    table = under_load.steps({"plain": run_of([], TICKS), "goodput": run_of([], TICKS[:1])})
+    table = under_load.step_table({"plain": run_of([], TICKS), "goodput": run_of([], TICKS[:1])})
     assert table["policy"].tolist() == ["plain"] * 3 + ["goodput"]
     assert table["emitted"].tolist() == [2, 2, 9, 2]
     assert table["end_s"].tolist() == [2.0, 2.5, 5.0, 2.0]

@@ -36,7 +36,7 @@ SINGLE = 0.1  # the share of it for counts of single rows
 BOUND = math.log(2 * SETS * KINDS / ALARM / (1 - SINGLE))  # each count has two sides
 SURE = 1.645  # standard deviations: a fault of the stated size is missed in 5 % of runs
 ROUNDS = 8  # fresh rounds for each recorded one
-BUDGET = {"cpu": 1 << 25}  # probabilities [B, N, V] that they may read in all
+BUDGET = {"cpu": 1 << 25}  # probabilities [B, N, V] that fresh rounds may read in all
 BUDGET_ELSEWHERE = 1 << 30
 
 
@@ -110,9 +110,11 @@ def sets_of(law: Tensor, favoured: Tensor) -> Tensor:
 
 
 class Witness:
-    """A clock (see `Engine`) that looks at every stage of the rounds of one batch of `rows`.
+    """A clock (see `Engine`) that counts the draws of one batch of `rows` at every stage of its
+    rounds.
 
-    kept: those whose emitted tokens and logits it keeps, for a comparison with the module alone."""
+    kept: the rows whose emitted tokens and logits it keeps, for a comparison with the module
+    alone."""
 
     def __init__(self, engine: Engine, rows: int, kept: range) -> None:
         self.engine, self.kept = engine, kept

@@ -130,9 +130,10 @@ def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: in
 def check_rounds(
     exact: Exactness, engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> Exactness:
-    """Run the engine's own rule, add to `exact` whether logits are those of the module without a
-    cache and a greedy run's tokens the likeliest by them (of the last rows) and, of a sampled run
-    whose rule should keep p, whether draws follow their distributions (of all rows)."""
+    """Generate with the engine's own rule, and add to `exact` what its rounds show. Of the last
+    rows: whether their logits are those of the module without a cache and, in a greedy run, their
+    tokens the likeliest. Of all rows, if a sampled run's rule should keep p: whether draws follow
+    their distributions."""
     counted = engine.sampling.temperature > 0 and not engine.rule.lossy
     prompts = prompts if counted else prompts[-ALONE:]
     kept = range(max(0, len(prompts) - ALONE), len(prompts))

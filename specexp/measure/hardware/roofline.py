@@ -49,7 +49,7 @@ def pass_bytes(lm: LM, batch: int, tokens: int, context: int) -> int:
 def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
     """The bare matrix products of a pass over `tokens` tokens: every linear layer's weight
     [out, in] applied to a random activation [tokens, in], in order, without biases."""
-    weights = matrices(module)
+    weights = linear_weights(module)
     x = {
         w.shape[1]: torch.randn(tokens, w.shape[1], device=w.device, dtype=w.dtype) for w in weights
     }
@@ -63,7 +63,7 @@ def products(module: nn.Module, tokens: int) -> Callable[[Any], None]:
     return lambda _: run()
 
 
-def matrices(module: nn.Module) -> list[Tensor]:
+def linear_weights(module: nn.Module) -> list[Tensor]:
     """The weights [out, in] of all linear layers, LM head included. GPT-2 stores them [in, out]."""
     weights: list[Any] = []
     for part in module.modules():

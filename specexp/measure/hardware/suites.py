@@ -2,7 +2,7 @@
 
 Interleaved comparisons in one process: `peers` (other engines at the same work), `roofline` (a pass
 against memory bandwidth and its own matrix products) and `round` (where a round's time goes). Every
-suite returns plain data that JSON can hold. (How the cost of a pass grows says `specexp profile`.)
+suite returns plain data that JSON can hold. (`specexp profile` says how the cost of a pass grows.)
 """
 
 import os

@@ -26,7 +26,7 @@ from specexp.measure.under_load.served import (
     regrets,
     request_table,
     served_metrics,
-    steps,
+    step_table,
     timeline,
     totals,
 )

@@ -109,8 +109,8 @@ def answered_requests(runs: dict[str, Run]) -> pd.DataFrame:
 
 
 def itl_s(responses: Sequence[Response]) -> np.ndarray:
-    """ITL: seconds between the deliveries of a request, all requests pooled. The tokens of a round
-    arrive together and count as one delivery."""
+    """Inter-token latencies: seconds between the deliveries of a request, all requests pooled. The
+    tokens of a round arrive together and count as one delivery."""
     each = [np.diff([at for at, _ in a.deliveries]) for a in responses if len(a.deliveries) > 1]
     return np.concatenate(each) if each else np.zeros(0)
 
@@ -177,7 +177,7 @@ def timeline(steps: Sequence[ServerStep], bins: int = 60) -> pd.DataFrame:
     ).reset_index(drop=True)
 
 
-def steps(runs: dict[str, Run]) -> pd.DataFrame:
+def step_table(runs: dict[str, Run]) -> pd.DataFrame:
     """One row a step and policy, in order, with the fields of `ServerStep` and policy as columns;
     logged as a table."""
     every = [pd.DataFrame(map(vars, run.steps)).assign(policy=n) for n, run in runs.items()]
