@@ -51,9 +51,8 @@ def with_plain(
     if repeats < 1:
         raise UserError(f"repeats is {repeats}; it must be 1 or more")
     prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts)]
-    samples = one_pairing.latency_by_arm(
-        {pairing.drafter: pairing}, prompts, max_new_tokens, repeats
-    )
+    arms = {pairing.drafter: pairing}
+    samples = one_pairing.latency_by_arm(arms, prompts, max_new_tokens, repeats)
     (speedup,) = statistics.simultaneous([summaries.speedup(samples)])
     exactness = certify(pairing.engine, pairing.encode(texts), max_new_tokens)
     return Comparison(speedup, len(prompts), exactness, summaries.pooled(samples))

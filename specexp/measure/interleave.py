@@ -7,8 +7,7 @@ every interval is the turn.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -57,32 +56,24 @@ def time_in_turns(
     turns: dict[Arm, list[Turn]] = {arm: [] for arm in arms}
     first = warm or items[:1]
     calls = len(arms) * (len(first) + len(items))
-    with (
-        tqdm(total=calls, desc=label, bar_format=BAR, disable=not label) as bar,
-        _report_if_interrupted(turns),
-    ):
-        for number, item in enumerate([*first, *items], 1 - len(first)):
-            for arm in list(arms)[:: -1 if number % 2 else 1]:
-                for _ in range(lead):
-                    arms[arm](item)
-                begin = clock(device)
-                result = arms[arm](item)
-                duration = clock(device) - begin
-                if number > 0:
-                    turns[arm].append(Turn(duration, result))
-                bar.update()
-            if number > 0 and len(arms) <= MAX_SHOWN:
-                so_far = (f"{_name(a)} {1e3 * median_s(each):,.2f}" for a, each in turns.items())
-                bar.set_postfix_str(f"ms: {', '.join(so_far)}", refresh=False)
-    return turns
-
-
-@contextmanager
-def _report_if_interrupted(turns: Mapping[Any, Sequence[Turn]]) -> Iterator[None]:
     try:
-        yield
+        with tqdm(total=calls, desc=label, bar_format=BAR, disable=not label) as bar:
+            for number, item in enumerate([*first, *items], 1 - len(first)):
+                for arm in list(arms)[:: -1 if number % 2 else 1]:
+                    for _ in range(lead):
+                        arms[arm](item)
+                    begin = clock(device)
+                    result = arms[arm](item)
+                    duration = clock(device) - begin
+                    if number > 0:
+                        turns[arm].append(Turn(duration, result))
+                    bar.update()
+                if number > 0 and len(arms) <= MAX_SHOWN:
+                    medians = (f"{_name(a)} {1e3 * median_s(t):,.2f}" for a, t in turns.items())
+                    bar.set_postfix_str(f"ms: {', '.join(medians)}", refresh=False)
     except KeyboardInterrupt as e:
         raise KeyboardInterrupt({_name(arm): seconds(each) for arm, each in turns.items()}) from e
+    return turns
 
 
 def _name(arm: Any) -> str:

@@ -187,9 +187,8 @@ def passes(
     tokens = [n for n in sorted({1, *tokens}) if n <= context // 2]
     ids = [token for row in pairing.encode([p.text for p in prompts]) for token in row]
     arms = {n: a_pass(pairing.target, ids, 1, n, context, tokens[-1]) for n in tokens}
-    turns = interleave.time_in_turns(
-        arms, range(3 * PASSES), pairing.target.device, "passes", lead=1
-    )
+    device = pairing.target.device
+    turns = interleave.time_in_turns(arms, range(3 * PASSES), device, "passes", lead=1)
     times = {n: interleave.ratio(turns[n], turns[1]) for n in tokens}
     return pd.DataFrame(
         {"tokens": n, "ms": 1e3 * interleave.median_s(turns[n])} | t.columns("times")

@@ -285,7 +285,7 @@ def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40
     return pd.DataFrame(
         {
             "arm": arm, "draft_s": draft, "verify_s": verify, "rest_s": rest, "step_s": step,
-            "drafted": len(single_stream_tree(engines[arm])) - 1,
+            "drafted": len(kinds[arm][1]) - 1,
             "weights_mb": added_bytes(engines[arm]) / 1e6,
             "kv_bytes": sum(m.kv_bytes(m.cache.size) // m.cache.size
                             for m in engines[arm].drafter.models

@@ -88,21 +88,17 @@ def _quantiles(draws: np.ndarray) -> np.ndarray:
     return np.sort(draws, 1)[:, int(rank)]
 
 
-def speedup(
-    plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike,
-    *, same_work: bool = False,
-) -> Interval:  # fmt: skip
-    """Seconds per delivered token of plain decoding over speculation's; paired units [n]."""
-    batch = inf if same_work else 1
-    return simultaneous([speedup_draws(plain_s, plain_tokens, fast_s, fast_tokens, batch=batch)])[0]
+def speedup(*columns: ArrayLike, same_work: bool = False) -> Interval:
+    """That of the `columns` of `speedup_draws`, with its interval."""
+    return simultaneous([speedup_draws(*columns, batch=inf if same_work else 1)])[0]
 
 
 def speedup_draws(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike,
     *, batch: float = 1,
 ) -> Draws:  # fmt: skip
-    """As `speedup`, for `simultaneous`. batch: prompts in a unit; infinite where units repeat the
-    same work."""
+    """Seconds per delivered token of plain decoding over speculation's, from paired units [n].
+    batch: prompts in a unit; infinite where units repeat the same work."""
     data = _columns(plain_s, plain_tokens, fast_s, fast_tokens)
     each, usual = _speedup(*data), data.mean(1)
     slow, fast = _unseen_range(1 / each, batch)[1], _unseen_range(each, batch)[1]

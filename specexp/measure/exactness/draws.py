@@ -110,11 +110,9 @@ def sets_of(law: Tensor, favoured: Tensor) -> Tensor:
 
 
 class Witness:
-    """A clock (see `Engine`) that counts the draws of one batch of `rows` at every stage of its
-    rounds.
+    """A clock (see `Engine`) that counts the draws of all rounds of one batch of `rows`.
 
-    kept: the rows whose emitted tokens and logits it keeps, for a comparison with the module
-    alone."""
+    kept: the rows whose emitted tokens and logits it keeps, to compare with the module alone."""
 
     def __init__(self, engine: Engine, rows: int, kept: range) -> None:
         self.engine, self.kept = engine, kept

@@ -130,10 +130,9 @@ def certify(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: in
 def check_rounds(
     exact: Exactness, engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> Exactness:
-    """Generate with the engine's own rule, and add to `exact` what its rounds show. Of the last
-    rows: whether their logits are those of the module without a cache and, in a greedy run, their
-    tokens the likeliest. Of all rows, if a sampled run's rule should keep p: whether draws follow
-    their distributions."""
+    """Generate with the engine's own rule and add to `exact`: whether the last rows' logits are
+    those of the module without a cache and, if greedy, their tokens the likeliest by them; and
+    whether the draws of all rows follow their distributions, if sampled by an exact rule."""
     counted = engine.sampling.temperature > 0 and not engine.rule.lossy
     prompts = prompts if counted else prompts[-ALONE:]
     kept = range(max(0, len(prompts) - ALONE), len(prompts))

@@ -60,15 +60,14 @@ def peers(
     theirs, missing = others(pairing, new)
     arms = {("ours", name): ours(engine, new) for name, engine in engines.items()}
     arms |= {("theirs", name): write for name, write in theirs.items()}
-    few = [arm for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")]
+    in_both = {arm: arms[arm] for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")}
     modules = [pairing.target.module, *_draft_module(pairing)]
     with same_settings(modules, gamma, pairing.engine.sampling, pairing.followed):
         each = [[row] for row in ids]
         longest_first = sorted(each, key=lambda rows: -len(rows[0]))
         alone = interleave.time_in_turns(arms, each * repeats, device, "peers", warm=longest_first)
         several = [batch_ids] * max(repeats, statistics.MIN_REPEATS)
-        some = {arm: arms[arm] for arm in few}
-        in_batch = interleave.time_in_turns(some, several, device, f"peers, batch {batch}")
+        in_batch = interleave.time_in_turns(in_both, several, device, f"peers, batch {batch}")
     rows = [
         {"work": work, "batch": size}
         | compared(turns.get(("theirs", their)), turns["ours", our])

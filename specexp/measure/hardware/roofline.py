@@ -110,26 +110,25 @@ def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, 
     gamma, ids = pairing.options["gamma"], [t for row in pairing.encode(texts) for t in row]
     copy, copied = copying(pairing.target.device)
     arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
-    for at, lm in enumerate(causal(pairing)):
-        for tokens in (1, gamma + 1):
-            arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
-            arms[at, tokens, "bare"] = products(lm.module, tokens)
+    kinds = [(at, lm, n) for at, lm in enumerate(causal(pairing)) for n in (1, gamma + 1)]
+    for at, lm, tokens in kinds:
+        arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
+        arms[at, tokens, "bare"] = products(lm.module, tokens)
     times = range(repeats * PASSES)
     turns = interleave.time_in_turns(arms, times, pairing.target.device, "roofline", lead=1)
     copy_s = interleave.median_s(turns["copy"])
     rows = []
-    for at, lm in enumerate(causal(pairing)):
-        for tokens in (1, gamma + 1):
-            passes, bare = turns[at, tokens], turns[at, tokens, "bare"]
-            read = pass_bytes(lm, 1, tokens, _context(lm))
-            pass_s, bare_s = interleave.median_s(passes), interleave.median_s(bare)
-            rows.append(
-                {"model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read}
-                | {"ms": 1e3 * pass_s, "bare_ms": 1e3 * bare_s, "gb_s": 1e-9 * read / pass_s}
-                | {"of_copy": interleave.ratio(turns["copy"], passes, read / copied)._asdict()}
-                | {"over_bare": interleave.ratio(passes, bare)._asdict()}
-                | {"over_step": interleave.ratio(passes, turns[at, 1])._asdict()}
-            )
+    for at, lm, tokens in kinds:
+        passes, bare = turns[at, tokens], turns[at, tokens, "bare"]
+        read = pass_bytes(lm, 1, tokens, _context(lm))
+        pass_s, bare_s = interleave.median_s(passes), interleave.median_s(bare)
+        rows.append({
+            "model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read,
+            "ms": 1e3 * pass_s, "bare_ms": 1e3 * bare_s, "gb_s": 1e-9 * read / pass_s,
+            "of_copy": interleave.ratio(turns["copy"], passes, read / copied)._asdict(),
+            "over_bare": interleave.ratio(passes, bare)._asdict(),
+            "over_step": interleave.ratio(passes, turns[at, 1])._asdict(),
+        })  # fmt: skip
     about_copy = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
     return {"turns": repeats * PASSES, "gamma": gamma, "copy": about_copy, "rows": rows}
 
