@@ -36,7 +36,7 @@ from specexp.trace import Step, Trace
 from specexp.tree import Tree
 
 UNTIMED_BATCH = 16  # prompts in a batch where nothing is timed
-PLAIN = ("plain",)  # the arm of plain decoding; any string may be that of another
+PLAIN = ("plain",)  # the key of plain decoding: a tuple, since any string may name another arm
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
 NEAR_TIES = 0.02  # by how much near ties alone may change the acceptance length of a repeat
 

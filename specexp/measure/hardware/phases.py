@@ -113,8 +113,8 @@ def phases(
     conditional = [*record.conditional, *[0.0] * gamma][:gamma]
     draft = sides["fast"]["draft_passes_ms"]
     predicted = theory.measured_speedup(conditional, draft, verify, step)
-    times = [[t.decode_s for t in of] for of in traces.values()]
-    tokens = [[t.emitted for t in of] for of in traces.values()]
+    times = [[t.decode_s for t in side] for side in traces.values()]
+    tokens = [[t.emitted for t in side] for side in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], same_work=True)
     return {
         "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
