@@ -75,10 +75,8 @@ def _tree_lines(
     parents: Sequence[int], step: Step, emitted: Sequence[tuple[int, str]] | None, node: int = 0
 ) -> Iterator[tuple[int, int, str]]:
     """(depth, token, kind) of the tokens below a node of a round's draft, in the order of printing:
-    depth first, and after the children of the last accepted node the target's own token.
-
-    emitted: (token, kind) of the tokens emitted below this node: none if the output ended here;
-    None if the node was not accepted."""
+    depth first, and after the children of the last accepted node the target's own token. emitted:
+    (token, kind) of those emitted below it, [] if the output ended here; None: it was rejected."""
     if emitted is not None and not emitted:
         return
     (kept, kind), *deeper = emitted or [(-1, "")]

@@ -1,8 +1,7 @@
 """One pairing against plain decoding in two lines: how much faster is it, and is its output the
 target's?
 
-`Pairing.compare_with_plain` returns it. It is timed by `one_pairing.latency_by_arm` and checked by
-`exactness.certify`.
+`Pairing.compare_with_plain` returns it, timed by `one_pairing` and checked by `exactness.certify`.
 """
 
 from collections.abc import Sequence
