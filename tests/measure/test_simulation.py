@@ -97,9 +97,9 @@ def test_simulated_time_matches_the_table():
     begin, spent = bank.clock(), []
     for row in range(3):
         bank.enter(row, range(50), row)
-        bank.begin(row, 400)
+        bank.end_prefill(row, 400)
     for call in (
-        lambda: bank.read(0, 9, 49),
+        lambda: bank.prefill(0, 9, 49),
         lambda: bank.catch_up([3, 3, 3], 50, 7),
         lambda: bank.round([3, 3, 3], 58, Tree.chain(3)),
         lambda: bank.round([3, 3, 3], 59, Tree.chain(3)),
