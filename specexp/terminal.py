@@ -4,7 +4,11 @@ Escape sequences in a text could recolour, overwrite or retitle a terminal, and 
 controls reorder a line so that it reads as what it is not. They are shown as symbols.
 """
 
+import logging
 import os
+import sys
+import traceback
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +30,36 @@ _SYMBOLS = {
 def harmless(text: str) -> str:
     """The text with a symbol for each control character but line ends and tabs."""
     return text.translate(_SYMBOLS)
+
+
+_FORMAT = warnings.formatwarning
+
+
+class Record(logging.LogRecord):
+    """A message of any library's logger, which may quote a stranger's file."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info and self.exc_info[0]:
+            self.exc_text = harmless("".join(traceback.format_exception(*self.exc_info)).rstrip())
+
+    def getMessage(self) -> str:  # noqa: N802
+        return harmless(super().getMessage())
+
+
+def guard() -> None:
+    """Make harmless what any library logs or warns of in this process from now on."""
+    logging.setLogRecordFactory(Record)
+    warnings.formatwarning = _warning  # type: ignore[assignment]
+
+
+def _warning(*args: Any, **kwargs: Any) -> str:
+    return harmless(_FORMAT(*args, **kwargs))
+
+
+def died(*error: Any) -> None:
+    """Write the traceback of an exception that nothing catches: `sys.excepthook`."""
+    sys.stderr.write(harmless("".join(traceback.format_exception(*error))))
 
 
 def table(title: str, *columns: str) -> Table:

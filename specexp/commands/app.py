@@ -11,6 +11,7 @@ import typer
 from specexp.commands import bench, generate, grid, lab, serve, store, zoo
 from specexp.commands.options import Command, complain
 from specexp.errors import NonFiniteLogits, UserError, first_line, panicked
+from specexp.terminal import died, guard
 
 app = typer.Typer(
     help="Experiments with speculative decoding: does it pay for your models, prompts and load?",
@@ -26,6 +27,7 @@ def main() -> None:
     """Run the command line. Each problem of the input is one line on stderr, with exit code 2."""
     if root := os.environ.get("SPECEXP_MLRUNS"):  # kernels run in other folders
         os.environ["SPECEXP_MLRUNS"] = os.path.abspath(root)
+    guard()
     try:
         app()
     except UserError as e:
@@ -48,6 +50,8 @@ def main() -> None:
             raise
         complain("error", first_line(e))
         sys.exit(2)
+    finally:
+        sys.excepthook = died  # typer has put its own there
 
 
 def _print_version(show: bool) -> None:

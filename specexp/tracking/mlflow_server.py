@@ -15,6 +15,7 @@ import psutil
 from rich.console import Console
 
 from specexp.errors import UserError
+from specexp.terminal import harmless
 from specexp.tracking import mlflow_view, results, runs
 from specexp.tracking.mlflow_store import Backend
 
@@ -36,7 +37,7 @@ def show(port: int, host: str = "127.0.0.1") -> None:
         base = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
     for e in backend.experiments():
         if e.name != "Default":
-            print(f"{e.name:28s} {mlflow_view.url(e.experiment_id, base)}")
+            print(harmless(f"{e.name:28s} {mlflow_view.url(e.experiment_id, base)}"))
     if backend.served:
         return
     if not _loopback(host):

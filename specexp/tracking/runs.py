@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexp.errors import UserError
+from specexp.terminal import harmless
 from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking.mlflow_store import (
     MADE_AS,
@@ -138,9 +139,9 @@ def log(
         except StoreUnreachable as e:
             why = "not in MLflow yet, publish it later with `specexp store rebuild`"
             why = "MLflow refused it" if isinstance(e, StoreRejected) else why
-            print(f"kept in {result}; {why}: {e}")
+            print(harmless(f"kept in {result}; {why}: {e}"))
             return
-    print(f"logged to {where()}; compare with: specexp ui")
+    print(harmless(f"logged to {where()}; compare with: specexp ui"))
 
 
 def _numbers_of(metrics: Mapping[str, float], series: Series) -> dict[str, Any]:

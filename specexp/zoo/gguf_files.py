@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specexp.errors import UserError, refusing
+from specexp.terminal import harmless
 from specexp.zoo import files, shelf
 
 READING = 2  # counts the ways in which files were read: folders of another way are not found
@@ -47,7 +48,7 @@ def folder_of(path: Path) -> Path | None:
     if (folder / "zoo.json").is_file():
         return folder
     insist_on_reader()
-    print(f"reading {path.name} into {folder}, once", file=sys.stderr)
+    print(harmless(f"reading {path.name} into {folder}, once"), file=sys.stderr)
     return convert(path, folder, {"name": folder.name, "about": f"From {path.name}."})
 
 

@@ -2,13 +2,20 @@
 
 import io
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 from rich.live import Live
 from rich.text import Text
+from safetensors.torch import load_file, save_file
 
 from specexp.commands import options
 from specexp.terminal import Terminal, harmless
+from specexp.tracking import mlflow_server, runs
 
 NASTY = "a\x1b]0;owned\x07b\x1b[2Jc\rd\x9b31me\u202ef\u2066g\x7f\x08h"
 SAFE = "a␛]0;owned␇b␛[2Jc␍d�31me�f�g␡␈h"
@@ -57,3 +64,56 @@ def test_json_on_a_terminal_holds_no_controls():
     assert harmless(text) == text
     assert "é漢" in text
     assert json.loads(text) == {"text": NASTY + "é漢"}
+
+
+LOUD = f"""
+import logging, warnings
+from specexp.commands import app
+from transformers.utils.logging import get_logger
+
+NASTY = {NASTY!r}
+
+def speak():
+    get_logger("transformers.x").error(NASTY)  # by a handler of its own
+    for name in ("specexp", "specexp.serving", "huggingface_hub"):
+        logging.getLogger(name).error("%s: %s", name, NASTY)
+    try:
+        raise ValueError(NASTY)
+    except ValueError:
+        logging.getLogger("specexp").exception("failed")
+    warnings.warn(NASTY)
+    raise RuntimeError(NASTY)
+
+app.app = speak
+app.main()
+"""
+
+
+def test_loggers_warnings_and_tracebacks_send_no_escapes():
+    ran = subprocess.run([sys.executable, "-c", LOUD], capture_output=True)
+    stderr = ran.stderr.decode(errors="surrogateescape")
+    assert ran.returncode == 1
+    assert harmless(stderr) == stderr
+    assert stderr.count(SAFE) == 7, stderr
+
+
+def test_name_of_a_stranger_s_tensor_sends_no_escapes(tiny_folders, tmp_path):
+    folder = Path(shutil.copytree(tiny_folders[0], tmp_path / "mine"))
+    tensors = load_file(folder / "model.safetensors") | {f"x{NASTY}": torch.zeros(1)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    words = ["-m", "specexp", "generate", "--target", folder, "--drafter", "ngram"]
+    words += ["--prompt", "a", "--device", "cpu", "--max-new-tokens", "2"]
+    ran = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert SAFE in ran.stderr
+    assert harmless(ran.stderr) == ran.stderr
+
+
+def test_names_of_a_server_s_experiments_send_no_escapes(store, monkeypatch, capsys):
+    runs.log(NASTY.replace("\r", ""), {"drafter": "ngram"}, {"speedup/measured": 1.0})
+    monkeypatch.setattr("os.execvpe", lambda *_: None)
+    monkeypatch.setattr("os.chdir", lambda *_: None)
+    mlflow_server.show(0)
+    shown = capsys.readouterr().out
+    assert "owned" in shown
+    assert harmless(shown) == shown
