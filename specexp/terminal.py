@@ -50,7 +50,7 @@ class Record(logging.LogRecord):
 def guard() -> None:
     """Make harmless what any library logs or warns of in this process from now on."""
     logging.setLogRecordFactory(Record)
-    warnings.formatwarning = _warning  # type: ignore[assignment]
+    warnings.formatwarning = _warning
 
 
 def _warning(*args: Any, **kwargs: Any) -> str:

@@ -290,6 +290,8 @@ def _config(source: str, version: Any) -> Any:
 
         if not {method, f"{method}_4bit"} & QUANTISED.keys():
             raise UserError(f"{source} is quantised by {method}, which transformers does not know")
+    if method == "mxfp4":
+        config.quantization_config["dequantize"] = True  # else its kernels are fetched from a hub
     return config
 
 
@@ -392,6 +394,10 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
     transformers_logging.set_verbosity_error()  # a table of tensors, of which a line is made below
     if not silent:
         enable_progress_bars()
+    if "USE_HUB_KERNELS" not in os.environ:
+        from transformers.integrations import hub_kernels
+
+        hub_kernels._kernels_enabled = False  # else the package `kernels` fetches code that runs
     try:
         _check_memory(config, bare, name, dtype, device)
         module, report = AutoModelForCausalLM.from_pretrained(

@@ -14,7 +14,13 @@ ORIGINAL = "original_max_position_embeddings"
 READ = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 READ |= {"moe", "mlp"}  # the kinds of layers served; these two have no attention
 
-MOST_LAYERS = 4096
+# What is built or listed one by one, and the most of it, which no number in a list exceeds either.
+MOST = {
+    re.compile("n_layer|attention_types|.*(layers|depths?|blocks|stages|_replace)"): 4096,
+    re.compile("n_head|.*(heads|experts|codebooks|quantizers|inputs|cycles|ngram)"): 32768,
+}
+EXPERTS = "eager", "batched_mm", "grouped_mm"  # others fetch what they run
+FETCHED = {"eetq", "fbgemm_fp8", "metal"}  # methods of quantisation whose kernels are on a hub
 SIZES = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"}
 SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head", "max_position_embeddings"}
 
@@ -29,6 +35,12 @@ def check_config_json(described: dict[str, Any], source: str) -> None:
                 wrong = "kernels from a hub are never fetched: remove the field"
             elif "attn" in path and value not in ("eager", "sdpa"):
                 wrong = "it must be eager or sdpa, which take any mask"
+            elif "experts" in path and value not in EXPERTS:
+                wrong = f"it must be one of {', '.join(EXPERTS)}: others fetch kernels from a hub"
+        elif name == "quant_method" and value in FETCHED:
+            wrong = "its kernels are on a hub and are never fetched: choose another model"
+        elif name == "quant_method" and value == "gguf":
+            wrong = "its weights are in a GGUF file: give that, or remove the field"
         elif name == "architectures" and not all(isinstance(x, str) for x in _list(value or [])):
             wrong = "it must be a list of names"
         elif isinstance(value, float) and math.isnan(value):
@@ -37,8 +49,9 @@ def check_config_json(described: dict[str, Any], source: str) -> None:
             wrong = "it must be a token id or a list of them"
         elif name in SIZES and isinstance(value, int | float) and value < 1:
             wrong = "it must be 1 or more"
-        elif re.fullmatch("n_layer|.*layers", name) and type(value) is int and value > MOST_LAYERS:
-            wrong = f"no model has more than {MOST_LAYERS} layers"
+        elif (most := _most(name)) < max(_integers(value), default=0):
+            what = "layers" if re.fullmatch("n_layer|.*layers", name) else "of them"
+            wrong = f"no model has more than {most:.0f} {what}"
         elif name == "transformers_weights" and not inside(value):
             wrong = "weights are files of the folder itself"
         if wrong:
@@ -60,6 +73,19 @@ def fields(described: dict[str, Any], within: str = "") -> Iterator[tuple[str, A
         for part in listed:
             if isinstance(part, dict):
                 yield from fields(part, f"{within}{name}.")
+
+
+def _most(name: str) -> float:
+    return next((most for names, most in MOST.items() if names.fullmatch(name)), math.inf)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """The whole numbers in a value and in lists within lists."""
+    for part in _list(value):
+        if isinstance(part, list):
+            yield from _integers(part)
+        elif type(part) is int:
+            yield part
 
 
 def _list(value: Any) -> list[Any]:

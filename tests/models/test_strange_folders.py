@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from transformers.integrations import hub_kernels
 
 import specexp
 from specexp import names
@@ -18,7 +20,7 @@ from specexp.commands import app
 from specexp.drafters.crossed import TokenMap
 from specexp.errors import UserError, refusing
 from specexp.models import head_files
-from specexp.models.load import load, read_tokenizer, tokens_of
+from specexp.models.load import load, read_config, read_tokenizer, tokens_of
 from specexp.trace import Trace
 from specexp.zoo.rows import encode as encode_documents
 
@@ -224,6 +226,45 @@ def test_kernels_of_a_hub_are_refused_for_targets_and_drafts(folder, refused, ti
         assert refused(tiny_folders[0], "a", "--drafter", draft).endswith(said)
 
 
+@pytest.mark.parametrize("experts", ["sonicmoe", "deepgemm"])
+def test_experts_whose_kernels_are_on_a_hub_are_refused(folder, refused, experts):
+    edit(folder / "config.json", experts_implementation=experts)
+    said = f"experts_implementation '{experts}': it must be one of eager, batched_mm, grouped_mm"
+    assert said in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        *((x, "its kernels are on a hub") for x in ("eetq", "fbgemm_fp8", "metal")),
+        ("gguf", "its weights are in a GGUF file: give that"),
+    ],
+)
+def test_quantisation_that_would_fetch_kernels_or_be_ignored_is_refused(
+    folder, refused, method, said
+):
+    edit(folder / "config.json", quantization_config={"quant_method": method})
+    assert f"quantization_config.quant_method '{method}': {said}" in refused(folder)
+
+
+def test_kernels_of_a_hub_are_off_for_the_methods_that_are_served(folder, monkeypatch):
+    """transformers fetches them where the package `kernels` is installed."""
+    monkeypatch.delenv("USE_HUB_KERNELS", raising=False)
+    monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)
+    lm = load(folder, "mine", "float32", "cpu")
+    assert not hub_kernels._kernels_enabled, lm
+    edit(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+    assert read_config(folder).quantization_config["dequantize"] is True
+
+
+@pytest.mark.parametrize("place", ["../other/x.safetensors", "{}/x.safetensors", "..", "a/b", 3])
+def test_weights_that_a_config_names_outside_the_folder_are_refused(folder, refused, place):
+    place = place.format(folder) if isinstance(place, str) else place
+    edit(folder / "config.json", transformers_weights=place)
+    said = f"config.json has transformers_weights {place!r:.80}: weights are files of the folder"
+    assert said in refused(folder)
+
+
 def test_code_that_configs_name_is_never_run(folder, tiny_folders):
     """Neither a generation config nor heads can name code that runs."""
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
@@ -250,6 +291,9 @@ def test_code_that_configs_name_is_never_run(folder, tiny_folders):
         ({"pad_token_id": 99_999}, "no model that can be built: Padding_idx must be"),
         ({"rope_parameters": {"rope_type": "x"}}, "no model that can be built: there"),
         ({"num_hidden_layers": 2_000_000_000}, "no model has more than 4096 layers"),
+        ({"n_layer": 2_000_000_000}, "no model has more than 4096 layers"),
+        ({"text_config": {"depth": 4097}}, "text_config.depth 4097: no model has more than 4096"),
+        ({"depths": [2, [4097]]}, "depths [2, [4097]]: no model has more than 4096 of them"),
         ({"num_hidden_layers": 4096}, " tensors for the 4096 layers that config.json says: down"),
         ({"intermediate_size": 10**15}, "GiB are free: choose a model of at most"),
     ],
@@ -257,6 +301,55 @@ def test_code_that_configs_name_is_never_run(folder, tiny_folders):
 def test_config_that_makes_no_model_is_one_line(folder, refused, fields, said):
     edit(folder / "config.json", **fields)
     assert said in refused(folder)
+
+
+ENDLESS = """
+import json, resource, sys, time
+from pathlib import Path
+from specexp.errors import UserError
+from specexp.models.load import read_config
+
+folder = Path(sys.argv[1])
+described = json.loads((folder / "config.json").read_text())
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**30,) * 2)
+for fields in json.loads(sys.argv[2]):
+    (folder / "config.json").write_text(json.dumps(described | fields))
+    start = time.process_time()
+    try:
+        read_config(folder)
+    except UserError as e:
+        print(time.process_time() - start, e)
+"""
+MANY = 2_000_000_000
+COUNTS = [
+    {"num_hidden_layers": MANY},
+    {"model_type": "gpt_neo", "attention_types": [[["global"], MANY]]},
+    {"model_type": "gpt_neo", "num_layers": MANY},
+    {"model_type": "mixtral", "num_local_experts": MANY},
+    {"model_type": "phimoe", "num_local_experts": MANY},
+    {"model_type": "cohere2_moe", "first_k_dense_replace": MANY},
+    {"model_type": "gemma3n_text", "altup_num_inputs": MANY},
+    {"model_type": "musicgen_decoder", "num_codebooks": MANY},
+    {"model_type": "mpt", "n_heads": MANY},
+    {"model_type": "prophetnet", "ngram": MANY},
+]
+
+
+def test_endless_counts_are_refused_in_a_second_before_anything_is_built(folder):
+    words = [sys.executable, "-c", ENDLESS, folder, json.dumps(COUNTS)]
+    refusals = subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
+    assert len(refusals) == len(COUNTS), refusals
+    for refusal in refusals:
+        assert float(refusal.split()[0]) < 1
+        assert "no model has more than " in refusal
+
+
+def test_endless_heads_are_refused_before_one_is_built(folder, tiny_folders):
+    tensors = {f"{MANY}.0.linear.weight": torch.eye(4), f"{MANY}.1.weight": torch.ones(8, 4)}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match="medusa heads; the file lacks heads: it has 2 tensors"):
+        specexp.load(tiny_folders[0], f"medusa:{folder}", 2)
 
 
 @pytest.mark.parametrize(
