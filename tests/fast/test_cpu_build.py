@@ -74,6 +74,48 @@ def test_cache_of_another_user_is_not_used(anew, monkeypatch, caplog):
     assert "belongs to another user: set XDG_CACHE_HOME" in caplog.text
 
 
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Where the library of a source is, which a compiler here makes of the word `ours`."""
+
+    def run(command, **_):
+        Path(command[-1]).write_bytes(b"ours")
+        Path(command[-1]).chmod(0o775)  # as under a umask of 002
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build.subprocess, "run", run)
+    return build._built(build.FOLDER / "rounds.cpp")
+
+
+def planted_link(file: Path, monkeypatch) -> None:
+    file.unlink()
+    file.symlink_to(file.parent.parent / "theirs")
+    file.resolve().write_bytes(b"theirs")
+
+
+def planted_mode(file: Path, monkeypatch) -> None:
+    file.write_bytes(b"theirs")
+    file.chmod(0o722)
+
+
+def planted_owner(file: Path, monkeypatch) -> None:
+    file.write_bytes(b"theirs")
+    monkeypatch.setattr(build, "_private", lambda folder: folder)
+    monkeypatch.setattr(build.os, "getuid", lambda: 12345)
+
+
+@pytest.mark.parametrize("plant", [planted_link, planted_mode, planted_owner])
+def test_code_that_another_may_have_written_is_compiled_anew(compiled, monkeypatch, plant):
+    plant(compiled, monkeypatch)
+    assert build._built(build.FOLDER / "rounds.cpp").read_bytes() == b"ours"
+    assert not compiled.is_symlink()
+
+
+def test_own_code_is_not_compiled_again(compiled, monkeypatch):
+    monkeypatch.setattr(build.subprocess, "run", None)
+    assert build._built(build.FOLDER / "rounds.cpp") == compiled
+
+
 @pytest.mark.parametrize(
     ("compiler", "said"),
     [("", "no C++ compiler (install g++"), ("/nowhere/g++", "nowhere"), ("false", "false")],

@@ -11,6 +11,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -195,12 +196,23 @@ def _built(source: Path) -> Path:
     """The shared library of this source, which is compiled if need be."""
     file = _file(source)
     folder = _private(file.parent)
-    if not file.exists():
+    if not _own(file):
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             whole = [*_command(), str(source), "-o", f"{unfinished}/{source.stem}.so"]
             subprocess.run(whole, check=True, capture_output=True, text=True, timeout=LONGEST_S)
+            os.chmod(whole[-1], 0o700)
             os.replace(whole[-1], file)
     return file
+
+
+def _own(file: Path) -> bool:
+    """Whether this is a file, no link, of this user that nobody else can write to."""
+    try:
+        state = file.lstat()
+    except FileNotFoundError:
+        return False
+    mine = stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid()
+    return mine and not state.st_mode & 0o022
 
 
 def _private(folder: Path) -> Path:
