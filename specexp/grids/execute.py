@@ -77,6 +77,12 @@ def _tidy(folder: Path) -> None:
             safe = redact.hide(text)
             if (safe := harmless(safe) if name == LOG else safe) != text:
                 (folder / name).write_text(safe)
+    for file in folder.rglob("*"):  # what the notebook wrote itself
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if file.is_file() and file.stat().st_size <= MAX_OUTPUT:
+                text = file.read_bytes().decode()
+                if (safe := redact.hide(text)) != text:
+                    file.write_bytes(safe.encode())
     _to_html(folder)
 
 

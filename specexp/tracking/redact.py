@@ -3,6 +3,8 @@
 import json
 import os
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 NAME = re.compile(
     r"token$|secret|passw(?:or)?d|passphrase|api_?key|_(?:pat|pass|pwd|key|dsn)$|credential"
@@ -42,3 +44,12 @@ def hide(text: str) -> str:
     for pattern, hidden in ((PASSWORD, rf"\1:{HIDDEN}@"), (USER, rf"\1{HIDDEN}@"), (VALUE, HIDDEN)):
         text = pattern.sub(hidden, text)
     return text
+
+
+def hidden(value: Any, hide: Callable[[str], str] = hide) -> Any:
+    """The value with the secrets hidden in all its texts, at any depth."""
+    if isinstance(value, str):
+        return hide(value)
+    if isinstance(value, Mapping):
+        return {hidden(name, hide): hidden(part, hide) for name, part in value.items()}
+    return [hidden(part, hide) for part in value] if isinstance(value, list | tuple) else value

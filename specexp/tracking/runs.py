@@ -17,13 +17,14 @@ import os
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexp.errors import UserError
 from specexp.terminal import harmless
-from specexp.tracking import mlflow_view, provenance, results
+from specexp.tracking import mlflow_view, provenance, redact, results
 from specexp.tracking.mlflow_store import (
     MADE_AS,
     Backend,
@@ -123,6 +124,7 @@ def log(
     ]
     if problems:
         raise UserError("; ".join(problems))
+    record = redact.hidden(record)
     if attempt_folder := os.environ.get("SPECEXP_ATTEMPT"):
         _write(Path(attempt_folder), record, tables, figures)
         return
@@ -130,7 +132,8 @@ def log(
     with results.claim(key):
         attempt = results.new_attempt(key)
         _write(attempt, record, tables, figures)
-        name = f"{mlflow_view.run_name(params, mlflow_view.SIGNS) or experiment} by hand"
+        named = mlflow_view.run_name(record["params"], mlflow_view.SIGNS) or record["experiment"]
+        name = f"{named} by hand"
         result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
         try:
             with results.claim_or_wait("setup"):
@@ -168,11 +171,21 @@ def _write(
     if (attempt / results.RESULT).exists():
         raise UserError("this notebook called track.log before: one run logs once")
     for name, table in tables.items():
-        table.to_parquet(attempt / f"{name}.parquet")
+        _without_secrets(table).to_parquet(attempt / f"{name}.parquet")
     for name, figure in figures.items():
         (attempt / "figures").mkdir(exist_ok=True)
         figure.savefig(attempt / "figures" / f"{name}.png", dpi=110, bbox_inches="tight")
     (attempt / results.RESULT).write_text(json.dumps(record, indent=1))
+
+
+def _without_secrets(table: pd.DataFrame) -> pd.DataFrame:
+    hide = cache(redact.hide)  # many rows have the same texts
+    safe = table.copy()
+    for name, column in table.select_dtypes(exclude=["number", "bool", "datetime"]).items():
+        hidden = column.map(partial(redact.hidden, hide=hide))
+        if repr(hidden.to_list()) != repr(column.to_list()):  # cells may hold lists
+            safe[name] = hidden
+    return safe
 
 
 def _reserved(tag: object) -> bool:

@@ -80,6 +80,32 @@ def test_run_by_hand_is_committed_and_published(store, capsys):
     assert (store / "artifacts" / "mine" / run["run_id"] / "artifacts" / "result.json").exists()
 
 
+def test_run_by_hand_keeps_and_shows_no_secret(store, monkeypatch, capsys):
+    token, word = f"ghp_{'A1b2C3d4' * 5}", "correct horse battery"
+    monkeypatch.setenv("MY_PASSWORD", word)
+    rows = {"text": [f"it is {word}", "well", None], "n": [1, 2, 3], "parts": [[token], ["a"], []]}
+    track.log(
+        "mine",
+        {"drafter": token, "gammas": [1, 2], "words": [word]},
+        METRICS,
+        tags={"why": f"by {token}", "mlflow.note.content": word},
+        tables={"rows": pd.DataFrame(rows), "plain": pd.DataFrame({"x": ["a"]})},
+        rivals={f"model:{token}": (METRICS, {})},
+    )
+    [folder] = (store / "results").iterdir()
+    files = [path for path in store.rglob("*") if path.is_file()]
+    for secret in (token, word):
+        assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    kept = pd.read_parquet(folder / "rows.parquet")
+    assert kept["text"].fillna("").to_list() == ["it is [hidden]", "well", ""]
+    assert list(kept["parts"][0]) == ["[hidden]"]
+    runs = track.runs("mine")
+    assert set(runs["params.drafter"]) == {"[hidden]", "model:[hidden]"}
+    assert set(runs["tags.why"]) == {"by [hidden]"}
+    assert set(runs["params.gammas"]) == {"[1, 2]"}
+    assert token not in runs.to_json() + capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("metrics", "series", "said"),
     [
