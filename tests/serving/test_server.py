@@ -10,7 +10,7 @@ from conftest import CONTEXT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import architectures
-from support.tiny import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module
+from support.tiny import DRAFTERS, NEW, PROMPTS, V, draft_module, engine, module, processed
 
 from specexp import ops
 from specexp.drafters.model import DraftModel
@@ -91,6 +91,26 @@ def test_responses_match_plain_decoding(kind, temperature):
         assert response.deliveries[-1][1] == response.request.new
     assert max(step.rows for step in server.steps) == 3
     assert server.open == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.compiler)]
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("kind", ["ngram", "self"])
+def test_settings_of_a_generation_config_hold_for_every_row(kind, temperature, dtype):
+    """Each reads the row's own tokens, which move with the row."""
+    followed = {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[5], [7, 7]],
+    }
+    plain = engine(kind, "chain", "match", temperature=temperature, dtype=dtype)
+    made, todo = processed(plain, **followed), requests(9)
+    _, responses = served(made, Restless(1, SHAPES), Source(todo, 5), chunk=3)
+    texts = [response.tokens for response in responses]
+    assert texts == [alone(made, request) for request in todo]
+    assert texts != [alone(plain, request) for request in todo]
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
