@@ -422,7 +422,7 @@ def test_ui_imports_nothing_from_the_current_folder(store, tmp_path, monkeypatch
     assert there == [store]
 
 
-def test_ui_refuses_foreign_hosts(store):
+def test_ui_refuses_foreign_hosts_and_places(store, tmp_path):
     track.log("mine", {"drafter": "ngram"}, METRICS)
     with Mlflow(track.backend()) as mlflow:
         assert mlflow.status(Host=f"localhost:{mlflow.port}") == 200
@@ -433,3 +433,14 @@ def test_ui_refuses_foreign_hosts(store):
             "192.168.1.5",
         ):
             assert mlflow.status(Host=foreign) == 403, foreign
+
+        def asked(what: str, **fields: str) -> int:
+            body, kind = json.dumps(fields).encode(), {"Content_Type": "application/json"}
+            return mlflow.status(f"/api/2.0/mlflow/{what}/create", body, **kind)
+
+        for at in (tmp_path.as_uri(), "mlflow-artifacts:/../x", "s3://x/y", "x"):
+            assert asked("experiments", name=f"at {at}", artifact_location=at) == 400, at
+        assert asked("experiments", name="at its own place") == 200
+        assert asked("registered-models", name="a") == 200
+        for at in (tmp_path.as_uri(), f"{store.as_uri()}/artifacts/../..", "/etc"):
+            assert asked("model-versions", name="a", source=at) == 400, at
