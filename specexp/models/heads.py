@@ -239,7 +239,7 @@ def check(head: head_files.Head, config: Any, target: str, *kinds: str) -> None:
         for name in NEEDED:
             if not isinstance(head.config.get(name), int):
                 raise UserError(f"{subject}; config.json gives no whole number for {name}")
-    elif max(medusa_size(head)) >= len(head.shapes):
+    elif max(medusa_size(head)) > len(head.shapes):
         raise UserError(f"{subject}; the file lacks heads: it has {len(head.shapes)} tensors")
     for what, ours, theirs in _sizes(head, config):
         if ours != theirs:
