@@ -1,11 +1,12 @@
 """Fused passes of Llama-like models: the same weights, fewer operations.
 
 q, k and v are one product, gate and up another; q and k are rotated together; queries that share a
-key head are stacked, so that no key is copied; norms and attention are torch's own. The module
-itself still works: its parameters become views of the joined matrices. A network of another family,
-or one whose fused logits differ from its module's on a probe, is run by transformers (lm.Unfused).
+key head are stacked, so that no key is copied. The module itself still works: its parameters become
+views of the joined matrices. A network of another family, or one whose fused logits differ from its
+module's on a probe, is run by transformers (lm.Unfused).
 
-This file knows nothing about drafts or rows; the cache decides where keys and values go.
+The operations marked @op here are the references of kernels: Triton's in gpu/; on a CPU a whole
+pass is compiled instead (cpu/passes.cpp). Where keys and values go is up to the cache.
 """
 
 from __future__ import annotations
@@ -78,10 +79,12 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the tokens [B, n] of a pass see of a cache: the slots that are visible or, if that is
-    None, their own and all before it; never one past their own. cos and sin [B, 1, n, d] of
-    their rotary positions, the first half of sin negated. `group`: query heads of a key head."""
+class AttentionInfo:
+    """What the attention of every layer needs to know of a pass over tokens [B, n].
+
+    visible: which slots each token sees; None: its own and all before it. cos, sin [B, 1, n, d]: of
+    the tokens' rotary positions, the first half of sin negated. group: query heads of a key head.
+    """
 
     cache: SlotCache
     visible: Branches | None
@@ -91,79 +94,83 @@ class Sight:
 
     @property
     def slots(self) -> Tensor:
-        """[B, n], where each token's own key lies."""
+        """[B, n]: where each token's own key lies."""
         return self.cache.slots[:, 0, :, 0]
 
     @cached_property
     def mask(self) -> Tensor:
-        """[B, 1, group * n, S]."""
+        """[B, 1, group * n, S] for `scaled_dot_product_attention`."""
         seen = None if self.visible is None else self.visible.mask(self.cache.seen)
         mask = self.cache.mask(seen, self.cos.dtype)
         return mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
 
 
 @op
-def added(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """x + y of [rows, E], and its norm."""
+def add_norm(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """The residual x + y [rows, E], and `norm` of it."""
     x = x + y
     return x, norm(x) if norm else x
 
 
 @op
-def added_product(
+def product_add_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
-    """`added` of x [rows, E] and the product of y."""
-    return added(x, product(y, weight, bias), norm)
+    """`add_norm` of x [rows, E] and of y [rows, depth] times weight [E, depth]."""
+    return add_norm(x, product(y, weight, bias), norm)
 
 
 @op
-def gated(wide: Tensor) -> Tensor:
-    """SiLU of the first half of wide [rows, 2 * hidden], times the second half (Shazeer 2020)."""
-    gate, up = wide.split(wide.shape[-1] // 2, -1)
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU of the first half of x [rows, 2 * hidden], times the second half (Shazeer 2020)."""
+    gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
 @op
-def gated_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`gated` of the product of x [rows, E]."""
-    return gated(product(x, weight, bias))
+def product_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`swiglu` of x [rows, E] times weight [2 * hidden, E]."""
+    return swiglu(product(x, weight, bias))
 
 
 @op
-def turned(qkv: Tensor, layer: Layer, sight: Sight, cache: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, n, d] of qkv [B * n, (H + 2K) d], rotated by their positions (Su et al. 2021),
-    and a layer's whole cache [B, K, S, d] of keys and values, into which theirs were written."""
-    B, _, n, d = sight.cos.shape
+def rotate_and_store(
+    qkv: Tensor, layer: Layer, info: AttentionInfo, cache: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate the queries and keys in qkv [B * n, (H + 2K) d] by their positions (Su et al. 2021),
+    and write keys and values to the cache. Returns queries [B, H, n, d], and the layer's whole
+    cache of keys and of values, each [B, K, S, d]."""
+    B, _, n, d = info.cos.shape
     H, K = layer.heads, layer.keys
     qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
     if layer.norms:
         q, k, v = qkv.split((H, K, K), 1)
         qkv = torch.cat([layer.norms[0](q), layer.norms[1](k), v], 1)
     x, v = qkv.split((H + K, K), 1)
-    x = torch.addcmul(x * sight.cos, x.roll(d // 2, -1), sight.sin)
+    x = torch.addcmul(x * info.cos, x.roll(d // 2, -1), info.sin)
     q, k = x.split((H, K), 1)
     return q, *cache.update(k, v)
 
 
 @op
-def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
-    """The mean [B * n, H * d] of values [B, K, S, d] by queries [B, H, n, d] and keys."""
+def attention(q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scale: float) -> Tensor:
+    """Attention [B * n, H * d] of queries [B, H, n, d] over keys and values [B, K, S, d]."""
     B, H, n, d = q.shape
     q = q.reshape(B, keys.shape[1], -1, d)  # the queries of a key head together: no key is copied
-    heads = F.scaled_dot_product_attention(q, keys, values, sight.mask, scale=scale)
+    heads = F.scaled_dot_product_attention(q, keys, values, info.mask, scale=scale)
     heads = heads.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)  # kernels differ in strides
     return heads.reshape(B * n, H * d)
 
 
 @op
 def by_length_up_to(head: Tensor) -> int:
-    """See `lm.Network`; of passes with weights like these, which run under a mask."""
+    """`lm.Network.by_length_up_to` of passes with weights like these: 0, for under a mask
+    `attention` reads all slots."""
     return 0
 
 
 class Layer:
-    """A decoder layer over x [B * n, E]."""
+    """A decoder layer over the residual x [B * n, E]."""
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
@@ -181,22 +188,23 @@ class Layer:
         self.hidden = mlp.gate_proj.out_features
 
     def __call__(
-        self, x: Tensor, read: Tensor, sight: Sight, cache: Any, then: Norm | None
+        self, x: Tensor, read: Tensor, info: AttentionInfo, cache: Any, then: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """read: the input of attention. Returns the new x, and `then` of it."""
+        """read: x after this layer's first norm. Returns the new x, and x after the norm `then`."""
         qkv = product(read, self.qkv, self.qkv_bias)
-        q, keys, values = turned(qkv, self, sight, cache)
-        heads = attention(q, keys, values, sight, self.scale)
-        x, read = added_product(x, heads, self.out, self.out_bias, self.after)
-        read = gated_products(read, self.up, self.up_bias)
-        return added_product(x, read, self.down, self.down_bias, then)
+        q, keys, values = rotate_and_store(qkv, self, info, cache)
+        heads = attention(q, keys, values, info, self.scale)
+        x, read = product_add_norm(x, heads, self.out, self.out_bias, self.after)
+        read = product_swiglu(read, self.up, self.up_bias)
+        return product_add_norm(x, read, self.down, self.down_bias, then)
 
 
 class Fused:
-    """A whole network over tokens [B, n], over hidden states in place of embeddings, or over both.
+    """A whole network (`lm.Network`) over tokens [B, n], over hidden states in place of embeddings,
+    or, as EAGLE-3's layer, over both.
 
-    `beside`: norms of embeddings and of states; the first attention reads the two normed and
-    concatenated. `adds`: the residual starts from the normed state. `ids` [V']: the tokens that the
+    beside: norms of embeddings and of states; the first attention reads the two normed and
+    concatenated. adds: the residual starts from the normed state. ids [V']: the tokens that the
     rows of `head` stand for, among `vocab` tokens; None: all of them in order.
     """
 
@@ -220,17 +228,17 @@ class Fused:
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `lm.Network`. `inputs`: optionally the states x [B * n, E]. Tap -1: the input of the
+        """See `lm.Network`. inputs: optionally the states x [B * n, E]. Tap -1: the input of the
         last norm."""
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
-        sight = Sight(cache, visible, *self._turn(x, positions), self.group)
+        info = AttentionInfo(cache, visible, *self._rotations(x, positions), self.group)
         states = {0: x} if 0 in taps else {}
         norms = [*(layer.before for layer in self.layers[1:]), self.norm]
         each = zip(self.layers, norms, cache.layers, strict=False)
         for t, (layer, then, slots) in enumerate(each, 1):
             # an early exit has fewer layers than the cache
-            x, read = layer(x, read, sight, slots, then)
+            x, read = layer(x, read, info, slots, then)
             states |= {t: x} if t in taps else {}
         states[-1] = x
         states[len(self.layers)] = x = read
@@ -245,7 +253,7 @@ class Fused:
         return everywhere.index_copy_(-1, self.ids, logits), hidden
 
     def _begin(self, tokens: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The initial residual, and the input of the first attention."""
+        """The residual that the first layer gets, and what its attention reads."""
         if x is None or self.beside is None:
             x = F.embedding(tokens.clamp(min=0), self.embed) if x is None else x
             first = self.layers[0].before
@@ -254,8 +262,8 @@ class Fused:
         normed = self.beside[1](x)
         return normed if self.adds else x, torch.cat([self.beside[0](embedded), normed], -1)
 
-    def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, 1, n, d] of rotary positions; see `Sight`."""
+    def _rotations(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of `AttentionInfo`, in the dtype of x."""
         angles = positions[..., None] * self.frequencies
         scale = self.rotary.attention_scaling
         cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
@@ -282,7 +290,7 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def warn(name: str, net: object, why: str) -> None:
-    """Log why a module is run by `net` and by nothing faster, if there is a reason."""
+    """Log why a module is run by `net` (None: by transformers) and by nothing faster."""
     if why:
         how = "in torch's operations, uncompiled" if net else "unfused"
         log.warning("%s: run %s, because %s", name, how, why)
@@ -306,38 +314,38 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
         wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
     except Exception as e:  # what calls itself by a family's name may be anything
         return None, failure(e)
-    return agreed(ways(fused), len(fused.layers), tokens, wanted)
+    return fastest_agreeing(implementations(fused), len(fused.layers), tokens, wanted)
 
 
 def probe(module: Any) -> Tensor:
-    """The tokens [1, 8] on which implementations are compared."""
+    """Tokens [1, 8] on which implementations are compared."""
     return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
 
 
-def aimed(layers: int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
-    """The positions of tokens [1, n], which are a whole sequence, and a cache aimed at them."""
+def whole_sequence(layers: int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
+    """Positions [1, n] of a sequence of tokens [1, n], and a cache aimed at its n slots."""
     n = tokens.shape[1]
     at, cache = torch.arange(n, device=tokens.device)[None], SlotCache(layers, 1, n)
     cache.aim(slice(0, 1), at, n)
     return at, cache
 
 
-def ways(fused: Fused) -> Iterator[Fused | Native]:
-    """Implementations, from the one that must agree with the module to the fastest."""
+def implementations(fused: Fused) -> Iterator[Fused | Native]:
+    """Implementations of a network, each faster than the one before."""
     yield fused
     if compiled := passes.of(fused):
         yield compiled
 
 
-def agreed(
+def fastest_agreeing(
     nets: Iterable[Net], layers: int, tokens: Tensor, reference: Tensor, **inputs: Tensor
 ) -> tuple[Net | None, str]:
     """The last of these networks such that it and all before it give the `reference` logits of
-    tokens [1, n], or None; and why none after it was taken, if there are more."""
+    tokens [1, n], or None; and why the next one was not taken, if there is one."""
     best: Net | None = None
     for net in nets:
         try:
-            difference = _off(net, layers, tokens, reference, inputs)
+            difference = _difference(net, layers, tokens, reference, inputs)
         except Exception as e:
             return best, failure(e)
         if not difference <= ROUNDING.get(reference.dtype, 0.0):
@@ -348,17 +356,18 @@ def agreed(
 
 
 def failure(e: Exception) -> str:
-    """What a network raised, in words. Raises it again if memory ran out: no fault of a network."""
+    """What a network raised, in words. If memory ran out, which is no fault of the network's, it is
+    raised again."""
     if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
         raise e
     return f"it fails with {type(e).__name__}: {first_line(e)}"
 
 
-def _off(
+def _difference(
     net: Any, layers: int, tokens: Tensor, reference: Tensor, inputs: dict[str, Tensor]
 ) -> float:
     """The relative difference from the reference logits, where those are finite."""
-    at, cache = aimed(layers, tokens)
+    at, cache = whole_sequence(layers, tokens)
     logits, _ = net(tokens, at, None, cache, (), None, **inputs)
     finite = reference.isfinite()
     return float((logits - reference)[finite].float().norm() / reference[finite].float().norm())

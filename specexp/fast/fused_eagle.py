@@ -1,4 +1,4 @@
-"""Fused passes of an EAGLE layer: what fused.py and native/ do for whole networks.
+"""Fused passes of an EAGLE layer: what fused.py and cpu/ do for whole networks.
 
 The layer, its norm and its head are run as a network of one layer over the target's states, with
 embeddings beside them. If that does not apply, or its logits differ from the module's on a probe,
@@ -22,7 +22,8 @@ from specexp.tree import Branches
 
 
 class FusedEagle:
-    """`net` runs the layer of `eagle`. The only tap is the features it makes."""
+    """An EAGLE layer as a `heads.Network`: `net` runs the layer of `eagle`. Its only tap is the
+    features it makes."""
 
     parts = ()
 
@@ -60,21 +61,23 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
         -1, 1, tokens.shape[1] * eagle.config.hidden_size, device=eagle.device
     )
     features = features.view(*tokens.shape, -1).to(eagle.dtype).sin()
-    at, cache = fused.aimed(1, tokens)
+    at, cache = fused.whole_sequence(1, tokens)
     try:
-        net = _three(eagle, vocab) if eagle.shape.fused else _one(eagle, vocab)
+        net = _eagle3(eagle, vocab) if eagle.shape.fused else _eagle1(eagle, vocab)
         reference = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
     except Exception as e:
         return None, fused.failure(e)
-    ways = (FusedEagle(eagle, way) for way in fused.ways(net))
-    return fused.agreed(ways, 1, tokens, reference, features=features)
+    nets = (FusedEagle(eagle, each) for each in fused.implementations(net))
+    return fused.fastest_agreeing(nets, 1, tokens, reference, features=features)
 
 
-def _one(eagle: Eagle, vocab: int) -> Fused:
+def _eagle1(eagle: Eagle, vocab: int) -> Fused:
+    """A layer over states in which embeddings are already mixed, with the target's head."""
     return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight[:vocab])
 
 
-def _three(eagle: Eagle, vocab: int) -> Fused:
+def _eagle3(eagle: Eagle, vocab: int) -> Fused:
+    """A layer over states and embeddings, with a head of its own over part of the vocabulary."""
     layer, ids, head = eagle.midlayer, eagle.draft_ids, eagle.lm_head.weight
     every = torch.equal(ids, torch.arange(eagle.config.vocab_size, device=eagle.device))
     if every:

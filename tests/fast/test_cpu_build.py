@@ -296,7 +296,7 @@ def test_planted_bug_is_caught(anew, once, monkeypatch, bug):
     changed(monkeypatch, anew.parent / "copy", lambda text: text.replace(good, bad), name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(once))
     monkeypatch.setattr(build, "FLAGS", tuple(f.replace("-O3", "-O1") for f in build.FLAGS))
-    monkeypatch.setattr(fused, "_off", lambda *_: 0.0)
+    monkeypatch.setattr(fused, "_difference", lambda *_: 0.0)
     assert not right()
 
 
@@ -347,5 +347,5 @@ def test_bug_planted_in_tiles_is_caught(anew, once, monkeypatch, bug):
     assert source.count(good) == 1
     changed(monkeypatch, anew.parent / "copy", lambda text: text.replace(good, bad), "tiles.h")
     monkeypatch.setenv("XDG_CACHE_HOME", str(once))
-    monkeypatch.setattr(fused, "_off", lambda *_: 0.0)
+    monkeypatch.setattr(fused, "_difference", lambda *_: 0.0)
     assert not wide_is_right()

@@ -63,7 +63,7 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
         more = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
         more |= registers(kernel.asm["cubin"])
         given = dict(zip(self.arg_names, args, strict=False))
-        if self.__name__ == "turn":  # of the cache it writes its own slots alone
+        if self.__name__ == "rotate_kernel":  # of the cache it writes its own slots alone
             given |= {"keys": None, "values": None}
         moved = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x.nbytes
                  for x in given.values() if torch.is_tensor(x)}  # fmt: skip
@@ -72,7 +72,7 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
 
     driver.set_active(Card(capability))
     JITFunction.run = compiled
-    dependent.able = lambda device: capability >= 90
+    dependent.supported = lambda device: capability >= 90
     try:
         yield needs
     finally:
@@ -125,15 +125,15 @@ def layer(width: int, hidden: int, B: int, n: int, S: int, dtype: torch.dtype) -
         tokens, cache = torch.empty(B, n, dtype=torch.int64), SlotCache(3, B, S)
         cache.aim(slice(0, B), tokens, S)
         for operation in (
-            fused.turned, fused.attention, fused.added, fused.added_product, fused.gated_products,
-            lm.product,
+            fused.rotate_and_store, fused.attention, fused.add_norm, fused.product_add_norm,
+            fused.product_swiglu, lm.product,
         ):  # fmt: skip
             op = ops.OPS[operation]
             op.chosen[torch.device("meta")] = op.kernels["cuda"][0]
         with compiling(CARDS[-1]) as needs, Launched(needs):
             net(tokens, tokens, None, cache, (), 1)
     names = [need["kernel"] for need in needs]
-    _, first, second = (at for at, name in enumerate(names) if name == "turn")
+    _, first, second = (at for at, name in enumerate(names) if name == "rotate_kernel")
     weights = sum(w.nbytes for w in base.layers[1].parameters())
     least = weights + cache.layers[1].keys[:, :, :S].nbytes * 2 + 2 * B * n * width * dtype.itemsize
     return {"launches": needs[first:second], "least": least}

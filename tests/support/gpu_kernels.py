@@ -15,7 +15,7 @@ from specexp.drafters.ngram import NGram
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.fast import cuda_graphs, fused
-from specexp.fast.fused import Norm, Sight
+from specexp.fast.fused import AttentionInfo, Norm
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import copying
 from specexp.models import lm
@@ -57,29 +57,30 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     [layer] = cache.layers
     layer.lazy_initialization(*[some(B, K, n, D)] * 2)
     turns = some(B, 1, n, D), some(B, 1, n, D)
-    line = Sight(cache, None, *turns, H // K)
+    line = AttentionInfo(cache, None, *turns, H // K)
     qkv, q = some(B * n, (H + 2 * K) * D), some(B, H, n, D)
     for name, norms in (("", None), (" with norms", (norm(D), norm(D)))):
         net = SimpleNamespace(heads=H, keys=K, norms=norms)
-        yield Call(f"turned{name}", fused.turned, (qkv, net, line, layer), 2 * qkv.numel() * size)
+        rotated = qkv, net, line, layer
+        yield Call(f"turned{name}", fused.rotate_and_store, rotated, 2 * qkv.numel() * size)
     read = (B * (S // 2 + n) * 2 * K + 2 * B * n * H) * D * size
     arguments = q, layer.keys, layer.values
     yield Call("attention", fused.attention, (*arguments, line, D**-0.5), read)
     if n < 64:  # a prompt is no tree
         ancestors = Tree.chain(n - 1).nodes(device).ancestors
-        tree = Sight(cache, Branches(slots[:, :1], ancestors), *turns, H // K)
+        tree = AttentionInfo(cache, Branches(slots[:, :1], ancestors), *turns, H // K)
         yield Call("attention of a tree", fused.attention, (*arguments, tree, D**-0.5), read)
     x = some(B * n, E)
-    yield Call("added", fused.added, (x, x, norm(E)), 4 * x.numel() * size)
+    yield Call("added", fused.add_norm, (x, x, norm(E)), 4 * x.numel() * size)
     wide = some(B * n, 2 * HIDDEN)
-    yield Call("gated", fused.gated, (wide,), wide.numel() * size * 3 // 2)
+    yield Call("gated", fused.swiglu, (wide,), wide.numel() * size * 3 // 2)
     if B * n <= 16:
         both = some(2 * HIDDEN, E)
-        yield Call("gated products", fused.gated_products, (x, both, None), both.numel() * size)
+        yield Call("gated products", fused.product_swiglu, (x, both, None), both.numel() * size)
         for name, depth in (("", E), (" of the hidden", HIDDEN)):
             y, down = some(B * n, depth), some(E, depth)
             given = x, y, down, None, norm(E)
-            yield Call(f"added product{name}", fused.added_product, given, down.numel() * size)
+            yield Call(f"added product{name}", fused.product_add_norm, given, down.numel() * size)
         one = some((H + 2 * K) * D, E)
         yield Call("product", lm.product, (x, one, None), one.numel() * size)
 

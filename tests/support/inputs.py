@@ -386,7 +386,7 @@ COARSE = {torch.float32: (1e-5, 1e-5), torch.float16: (5e-3, 5e-3), torch.bfloat
 KINDS = list(COARSE)
 
 
-def sight(dice: Dice) -> tuple[fused.Sight, SimpleNamespace, torch.dtype]:
+def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, torch.dtype]:
     """Tokens of some rows of a cache with one layer in use, a line or a tree; and that layer."""
     kinds = KINDS if dice.device.type == "cuda" else KINDS[:2]  # Triton's interpreter multiplies
     dtype, d = dice.choice(kinds), dice.choice([4, 16, 24])  # no matrices of bfloat16
@@ -408,7 +408,7 @@ def sight(dice: Dice) -> tuple[fused.Sight, SimpleNamespace, torch.dtype]:
         norms = [SimpleNamespace(weight=dice.normal(d).to(dtype), variance_epsilon=1e-5)] * 2
         norms = [fused.Norm(norm) for norm in norms]
     layer = SimpleNamespace(heads=K * group, keys=K, norms=norms)
-    return fused.Sight(cache, visible, cos.to(dtype), sin.to(dtype), group), layer, dtype
+    return fused.AttentionInfo(cache, visible, cos.to(dtype), sin.to(dtype), group), layer, dtype
 
 
 def keep(dice: Dice) -> Case:
@@ -427,15 +427,15 @@ def keep(dice: Dice) -> Case:
 
 
 def attention(dice: Dice) -> Case:
-    seen, layer, dtype = sight(dice)
+    seen, layer, dtype = attention_info(dice)
     (B, n), d, S = seen.slots.shape, seen.cos.shape[-1], seen.cache.seen
     q = dice.normal(B, n, layer.heads, d).transpose(1, 2).to(dtype)
     keys, values = (dice.normal(B, layer.keys, S + 3, d)[:, :, :S].to(dtype) for _ in range(2))
     return Case((dice.odd(q), keys, values, seen, d**-0.5), near=COARSE[dtype])
 
 
-def turned(dice: Dice) -> Case:
-    seen, layer, dtype = sight(dice)
+def rotate_and_store(dice: Dice) -> Case:
+    seen, layer, dtype = attention_info(dice)
     (B, n), d = seen.slots.shape, seen.cos.shape[-1]
     [slots] = seen.cache.layers
     if dice.random() < 0.9:  # else this is the first pass of all
@@ -445,14 +445,14 @@ def turned(dice: Dice) -> Case:
     return Case((dice.odd(qkv), layer, seen, slots), near=COARSE[dtype])
 
 
-def added(dice: Dice) -> Case:
+def add_norm(dice: Dice) -> Case:
     dtype, shape = dice.choice(KINDS), (dice.randint(1, 5), dice.choice([4, 33, 600]))
     norm = SimpleNamespace(weight=dice.normal(shape[1]).to(dtype), variance_epsilon=1e-5)
     x, y = dice.normal(*shape).to(dtype), dice.normal(*shape).to(dtype)
     return Case((x, dice.odd(y), fused.Norm(norm)), near=COARSE[dtype])
 
 
-def added_product(dice: Dice) -> Case:
+def product_add_norm(dice: Dice) -> Case:
     dtype = dice.choice(KINDS if dice.device.type == "cuda" else KINDS[:2])
     rows, E, depth = dice.choice([1, 3, 16, 17]), dice.choice([4, 33, 100]), dice.choice([5, 1024])
     norm = SimpleNamespace(weight=dice.normal(E).to(dtype), variance_epsilon=1e-5)
@@ -462,13 +462,13 @@ def added_product(dice: Dice) -> Case:
     return Case((x, dice.odd(y), weight / depth**0.5, bias, fused.Norm(norm)), near=COARSE[dtype])
 
 
-def gated(dice: Dice) -> Case:
+def swiglu(dice: Dice) -> Case:
     dtype = dice.choice(KINDS)
     wide = 4 * dice.normal(dice.randint(1, 4), 2 * dice.choice([1, 7, 40, 1500])).to(dtype)
     return Case((dice.odd(wide),), near=COARSE[dtype])
 
 
-def gated_products(dice: Dice) -> Case:
+def product_swiglu(dice: Dice) -> Case:
     dtype = dice.choice(KINDS if dice.device.type == "cuda" else KINDS[:2])
     rows, E, hidden = dice.choice([1, 3, 16, 17]), dice.choice([4, 33, 200]), dice.choice([3, 40])
     x, weight = dice.normal(rows, E).to(dtype), dice.normal(2 * hidden, E).to(dtype)
@@ -568,11 +568,11 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     lm.product: product,
     Slots.keep: keep,
     fused.attention: attention,
-    fused.turned: turned,
-    fused.added: added,
-    fused.added_product: added_product,
-    fused.gated: gated,
-    fused.gated_products: gated_products,
+    fused.rotate_and_store: rotate_and_store,
+    fused.add_norm: add_norm,
+    fused.product_add_norm: product_add_norm,
+    fused.swiglu: swiglu,
+    fused.product_swiglu: product_swiglu,
 }
 
 

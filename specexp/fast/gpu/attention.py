@@ -2,10 +2,9 @@
 
 A pass has few queries and many keys, so each program takes all query heads of one key head, and the
 keys of a row are split among programs (Dao et al. 2023, Flash-Decoding); the last of them to finish
-puts the parts together. They share the length that there is, in parts that take as long to read as
-all of them to be put together: the launch does not depend on it, so one graph serves every length.
-No mask is made: a line of tokens is masked by its own slots, a tree from its root on by the table
-of its ancestors.
+combines the parts. How many slots a split has is computed on the device, from the row's length: the
+launch does not depend on it, so one graph serves every length. No mask is made: a chain is masked
+by its own slots, a tree from its root on by the table of its ancestors.
 """
 
 from __future__ import annotations
@@ -15,28 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexp.fast.fused import Sight
-from specexp.fast.gpu.dependent import begin, late
-from specexp.fast.gpu.laws import counters, is_last
+from specexp.fast.fused import AttentionInfo
+from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.laws import counters, is_last, positive_or_one
 from specexp.fast.gpu.layers import KINDS
 
 FILLED = 256  # programs that keep a large GPU busy
 SPLITS = 32  # at most
-WEIGHT = 0.5  # slots that can be read while a query of a part is written and read
+COMBINE_SLOTS = 0.5  # slots that can be read while one query's part of a split is written and read
 
 
 @triton.jit
-def over(x, whole):
-    """x / whole; 0 where there is nothing."""
-    return x / tl.where(whole > 0, whole, 1.0)
-
-
-@triton.jit
-def together(
+def combine_splits(
     parts, stats, to, d, share, length, real, here, D: tl.constexpr, QUERIES: tl.constexpr,
     WIDE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The means [QUERIES, WIDE] over all splits that have slots."""
+    """The outputs [QUERIES, WIDE] over all splits that have slots."""
     part = tl.arange(0, SPLITS)
     at = stats + (to[:, None] * SPLITS + part[None, :]) * 2
     wrote = real[:, None] & (part * share < length)[None, :]
@@ -44,7 +37,7 @@ def together(
     most = tl.max(level, 1)
     weight = tl.exp2(level - tl.where(most == -float("inf"), 0.0, most)[:, None])
     total = tl.load(at + 1, wrote, other=0.0, cache_modifier=".cg")
-    weight = over(weight, tl.sum(total * weight, 1)[:, None])
+    weight /= positive_or_one(tl.sum(total * weight, 1))[:, None]
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
     parts += (to * SPLITS * D)[:, None] + d[None, :]
     AT_ONCE: tl.constexpr = 8 if QUERIES < 32 else 2  # as registers allow
@@ -59,12 +52,12 @@ def together(
 
 
 @triton.jit
-def seen(
+def attend(
     x, keys, values, k_s, v_s, d, own, real, begins, stop, end, scale, root, table, M, most, total,
     mean, D: tl.constexpr, KEYS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """The largest score, sum of weights and weighted mean of queries x once they have seen the
-    slots from `begins` to `stop`, too, of a split that goes to `end`."""
+    """Go on with slots `begins` to `stop` of a split up to `end`: the largest score, sum of weights
+    and weighted sum of values of queries x, which are `most`, `total` and `mean` so far."""
     for first in range(begins, stop, KEYS):
         slot = first + tl.arange(0, KEYS)
         inside = slot < end
@@ -90,17 +83,20 @@ def seen(
 
 
 @triton.jit
-def attend(
+def attention_kernel(
     q, keys, values, slots, roots, ancestors, out, parts, stats, ended, scale, n, slots_b, slots_n,
-    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b, anc_b, anc_n, M, heavy,
+    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b, anc_b, anc_n, M, combine_slots,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
-    LATE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries (tokens times GROUP heads) of one row and key head, over one split of its
-    slots. WIDE: D, rounded up to a power of two. heavy: the slots that can be read while a part is
-    written and read. scale: that of the scores in base 2."""
-    begin(LATE)
+    """fused.attention. A program owns a block of queries (tokens times GROUP heads) of one row and
+    key head, over one split of the row's slots; the last of a block's programs writes its output.
+    Reads q [B, H, n, D], keys and values [B, HEADS, S, D]; writes out [B * n, H * D] and, of each
+    split, parts [B * n * H, SPLITS, D] and stats [B * n * H, SPLITS, 2] (largest score, sum of
+    weights). The reference reads all S slots and a mask. scale: of scores, in base 2. WIDE: D up to
+    a power of two."""
+    wait_for_previous(DEPENDENT)
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0).to(tl.int64) % HEADS
     split = tl.program_id(1)
     query = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
@@ -111,7 +107,8 @@ def attend(
     x = tl.load(q + row * q_b + (at * q_h + token * q_n)[:, None] + d[None, :], here, other=0.0)
 
     length = tl.max(own, 0) + 1  # no query sees a later slot
-    share = tl.maximum(tl.cdiv(length, SPLITS), tl.sqrt(length * heavy).to(tl.int32))
+    # slots of a split: it takes as long to read as all splits take to be combined
+    share = tl.maximum(tl.cdiv(length, SPLITS), tl.sqrt(length * combine_slots).to(tl.int32))
     share = tl.cdiv(share, KEYS) * KEYS
     end = tl.minimum((split + 1) * share, length)
     keys, values = keys + row * k_b + head * k_h, values + row * v_b + head * v_h
@@ -119,18 +116,18 @@ def attend(
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
     begins = split * share
-    if TREE:  # what all of it see, and then its own nodes
+    if TREE:  # the text, which all nodes see, and then the nodes themselves
         root = tl.load(roots + row * roots_b).to(tl.int32)
         table = ancestors + row * anc_b + (token * anc_n)[:, None]
         before = tl.maximum(tl.minimum(root // KEYS * KEYS, end), begins)
-        most, total, mean = seen(
+        most, total, mean = attend(
             x, keys, values, k_s, v_s, d, own, real, begins, before, end, scale, root, table, M,
             most, total, mean, D, KEYS, False,
         )  # fmt: skip
         begins = before
     else:
         root, table = 0, ancestors
-    most, total, mean = seen(
+    most, total, mean = attend(
         x, keys, values, k_s, v_s, d, own, real, begins, end, end, scale, root, table, M,
         most, total, mean, D, KEYS, TREE,
     )  # fmt: skip
@@ -138,7 +135,7 @@ def attend(
     to = (row * n + token) * HEADS * GROUP + at
     last = split == 0
     if share >= length:  # it has seen all
-        mean = over(mean, total[:, None])
+        mean /= positive_or_one(total)[:, None]
     elif SPLITS > 1:
         if split * share < length:
             tl.store(parts + ((to * SPLITS + split) * D)[:, None] + d[None, :], mean, here)
@@ -146,41 +143,42 @@ def attend(
             tl.store(stats + (to * SPLITS + split) * 2 + 1, total, real)
         last = is_last(ended, tl.program_id(0) * tl.num_programs(2) + tl.program_id(2), SPLITS)
         if last:
-            mean = together(
+            mean = combine_splits(
                 parts, stats, to, d, share, length, real, here, D, QUERIES, WIDE, SPLITS
             )
     tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here & last)
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, sight: Sight, scale: float) -> Tensor:
+def attention(q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scale: float) -> Tensor:
     (B, H, n, d), K, S = q.shape, keys.shape[1], keys.shape[2]
-    slots, visible = sight.slots, sight.visible
+    slots, visible = info.slots, info.visible
     root, ancestors = (
         (slots, slots[..., None]) if visible is None else (visible.root, visible.ancestors)
     )
     tensors = [q, keys, values, ancestors]
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
-    tile = shape(H // K * n, d, S, B * K, q.dtype)
+    tile = tile_sizes(H // K * n, d, S, B * K, q.dtype)
     out = q.new_empty(B * n, H * d)
     splits = tile["SPLITS"]
     parts = torch.empty(B * n * H, splits, d, device=q.device) if splits > 1 else out
     stats = torch.empty(B * n * H, splits, 2, device=q.device) if splits > 1 else out
-    shared = ancestors.stride(0) if len(ancestors) > 1 else 0  # or of each row its own
+    shared = ancestors.stride(0) if len(ancestors) > 1 else 0  # all rows may have one tree
     queries, size = H // K * n, tile["QUERIES"]
-    blocks, heavy = triton.cdiv(queries, size), WEIGHT * min(queries, size)
-    attend[B * K, splits, blocks](
+    blocks, combine_slots = triton.cdiv(queries, size), COMBINE_SLOTS * min(queries, size)
+    attention_kernel[B * K, splits, blocks](
         q, keys, values, slots, root, ancestors, out, parts, stats,
         counters(q.device, FILLED), scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3],
         *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
-        ancestors.stride(1), ancestors.shape[2], heavy, HEADS=K, GROUP=H // K,
-        TREE=visible is not None, **tile, **late(q),
+        ancestors.stride(1), ancestors.shape[2], combine_slots, HEADS=K, GROUP=H // K,
+        TREE=visible is not None, **tile, **dependent_launch(q),
     )  # fmt: skip
     return out
 
 
-def shape(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
-    """The tile of a program, and the number of splits, for `heads` key heads of all rows."""
+def tile_sizes(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
+    """A program's tile, and the number of splits, for a cache of S slots and `heads` key heads in
+    all rows together."""
     size, keys = (64, 64) if dtype.itemsize == 2 else (32, 32)
     size = max(16, min(size, triton.next_power_of_2(queries)))  # 16: the least product
     programs = heads * triton.cdiv(queries, size)

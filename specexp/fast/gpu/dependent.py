@@ -1,7 +1,7 @@
 """Launches that need not wait for the end of the kernel before them.
 
 A short kernel takes as long to start as to run. From compute capability 9 on, one may be started
-while the one before it ends (CUDA's programmatic dependent launch), and waits for what that wrote.
+while the one before it ends (CUDA's programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 
 
 @triton.jit
-def begin(LATE: tl.constexpr):
-    """Before the first word that another kernel writes is read, and the first that it reads is
-    written."""
-    if LATE:
+def wait_for_previous(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before this one; must precede the first read of what that writes, and the
+    first write of what it reads."""
+    if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
 
-def late(x: Tensor) -> dict[str, Any]:
-    """Options of a launch on x's device."""
-    return {"LATE": True, "launch_pdl": True} if able(x.device) else {"LATE": False}
+def dependent_launch(x: Tensor) -> dict[str, Any]:
+    """Options of a launch on x's device, of a kernel that calls `wait_for_previous`."""
+    return {"DEPENDENT": True, "launch_pdl": True} if supported(x.device) else {"DEPENDENT": False}
 
 
 @cache
-def able(device: torch.device) -> bool:
+def supported(device: torch.device) -> bool:
     newer = device.type == "cuda" and torch.version.hip is None
     return newer and torch.cuda.get_device_capability(device) >= (9, 0)

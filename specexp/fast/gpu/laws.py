@@ -1,13 +1,14 @@
 """From logits to a distribution, which is not written where it is only read.
 
-A row of logits is read in blocks, one or a few a program, and the last program of a row to finish
-puts together what all have found. So one row, too, keeps a GPU busy, and a pass is one launch.
+A program owns a block of a row of logits [rows, V], or a few, and the last program of a row to
+finish combines what all have found. So one row, too, keeps a GPU busy, and a pass is one launch.
 
-What a row's logits are worth is in `laws` [rows, 4 + blocks]: the largest, the least that is kept,
-below it and as a power of 2, the last token that is kept of those equal to it, what a weight of 1
-is of all, and the largest of every block, by which blocks that are worth nothing are passed over.
-No vocabulary is sorted: the least is found by four bits of it a pass. `scale` turns differences of
-logits into powers of 2.
+`laws` [rows, 4 + blocks] has what it takes to compute any p of a row from its logits x:
+    0  the largest logit; a token's weight is 2**((x - it) * scale), 1 at the top
+    1  the least exponent that is kept; 2: the last token kept of those that have it (integer bits)
+    3  1 / the sum of the weights that are kept
+    4- the largest logit of every block, by which blocks with p = 0 are skipped
+The reference sorts the vocabulary; here the least exponent is found digit by digit.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 20}  # of a float3
 
 
 @triton.jit
+def positive_or_one(x):
+    """x, or 1 where it is not positive: something to divide by."""
+    return tl.where(x > 0, x, 1.0)
+
+
+@triton.jit
 def is_last(ended, row, programs):
-    """Whether this is the last program of a row to come here; the others have written then."""
+    """Whether this is the last program of a row to come here; then all that they wrote is there."""
     tl.debug_barrier()  # all of this program has written before it says so
     last = tl.atomic_add(ended + row, 1, sem="acq_rel") == programs - 1
     if last:
@@ -39,22 +46,22 @@ def is_last(ended, row, programs):
 
 @triton.jit
 def weight(x, token, law, scale):
-    """What logits x are worth by a row's law, 1 at the top. A NaN is worth NaN."""
+    """The weights of logits x by a row's law, 0 where they are cut off. That of a NaN is NaN."""
     x = (x - tl.load(law)) * scale
     least, last = tl.load(law + 1), tl.load(law + 2).to(tl.int32, bitcast=True)
     return tl.where((x < least) | ((x == least) & (token > last)), 0.0, tl.exp2(x))
 
 
 @triton.jit
-def chance(logits, laws, row, token, real, stride, scale, COUNT: tl.constexpr):
-    """p of tokens, one or many, by the logits of a row and its `laws`; 0 or NaN where not real."""
+def probability(logits, laws, row, token, real, stride, scale, COUNT: tl.constexpr):
+    """p of tokens, one or many, by a row's logits and `laws`; 0 or NaN where not `real`."""
     law = laws + row * (4 + COUNT)
     x = tl.load(logits + row * stride + token, real, other=-float("inf")).to(tl.float32)
     return weight(x, token, law, scale) * tl.load(law + 3)
 
 
 @triton.jit
-def worthless(laws, row, block, scale, COUNT: tl.constexpr):
+def all_zero(laws, row, block, scale, COUNT: tl.constexpr):
     """Whether all tokens of a block have p = 0."""
     law = laws + row * (4 + COUNT)
     share = tl.load(law + 3)
@@ -63,16 +70,16 @@ def worthless(laws, row, block, scale, COUNT: tl.constexpr):
 
 @triton.jit
 def rank(x, BITS: tl.constexpr):
-    """Unsigned integers of BITS bits in the order of x, of which only so many bits are not 0; a NaN
-    is above all."""
+    """x as unsigned integers of BITS bits, in the same order; a NaN is above all. The other bits of
+    x must be 0, as of what was bfloat16 or float16."""
     x = tl.where(x != x, float("inf"), x + 0.0)  # + 0.0: there are two zeros
     bits = x.to(tl.uint32, bitcast=True)
     return (bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000).to(tl.uint32)) >> 32 - BITS
 
 
 @triton.jit
-def ranked(rank, BITS: tl.constexpr):
-    """The x of a rank; NaN for rank 0, which no number has."""
+def unrank(rank, BITS: tl.constexpr):
+    """The inverse of `rank`; NaN for rank 0, which no number has."""
     bits = rank << 32 - BITS
     below = (bits >> 31) == 0
     bits = tl.where(below, (bits | (1 << 32 - BITS) - 1) ^ 0xFFFFFFFF, bits ^ 0x80000000)
@@ -80,11 +87,12 @@ def ranked(rank, BITS: tl.constexpr):
 
 
 @triton.jit
-def measure(
+def unfiltered_kernel(
     logits, laws, sums, ended, scale, stride, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of every block, and the law of a row that keeps all tokens."""
+    """The `laws` without top-k, top-p and min-p. A program owns PART blocks of a row; sums [rows,
+    COUNT]: of each block's weights."""
     row = tl.program_id(0).to(tl.int64)
     law, sums = laws + row * (4 + COUNT), sums + row * COUNT
     block = tl.program_id(1) * PART + tl.arange(0, PART)
@@ -108,14 +116,15 @@ def measure(
 
 
 @triton.jit(do_not_specialize=["shift"])
-def narrow(
+def narrow_kernel(
     logits, laws, found, sums, ended, scale, enough, shift, stride, V: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr,
     DIGIT: tl.constexpr, DIGITS: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """One digit of the rank of the largest logit such that those not below it are `enough`; with
-    MASS, such that they have this share of the weight of all, or of those that are kept after a
-    CUT. The digits above `shift` are those of `found` [rows]. After the last it is the least."""
+    """One digit of the rank of the largest logit such that top-k's `enough` logits are not below
+    it; with MASS, such that those have top-p's share of all weights, or of what top-k kept (CUT).
+    It is added to those above `shift` in `found` [rows]; the last one makes it the least of `laws`.
+    sums [rows, COUNT, DIGITS]: what of each block is not below each value of the digit."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, digit = laws + row * (4 + COUNT), tl.arange(0, DIGITS)
     first = shift == BITS - DIGIT
@@ -153,17 +162,19 @@ def narrow(
         known += (passed << shift).to(tl.uint32)
         tl.store(found + row, known.to(tl.int32, bitcast=True))
         if shift == 0:
-            bound = (ranked(known, BITS) - top) * scale
+            bound = (unrank(known, BITS) - top) * scale
             tl.store(law + 1, tl.where(bound == bound, bound, least))
 
 
 @triton.jit
-def close(
+def ties_kernel(
     logits, laws, sums, ended, scale, floor, stride, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """The last token that is kept of those equal to the least, by MASS or all, the least if it is
-    below the floor, and what a weight of 1 is of all."""
+    """The rest of `laws` once top-k and top-p have found the least exponent: the last token kept
+    (by MASS, of top-p, or all) of those that have it, min-p's `floor` if it is above, and the sum.
+    sums [rows, COUNT, 3]: of each block the weights above the least, those of them not below the
+    floor, and how many tokens are equal to the least."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, sums = laws + row * (4 + COUNT), sums + row * COUNT * 3
     top, least, most = tl.load(law), tl.load(law + 1), tl.load(law + 4 + block)
@@ -207,29 +218,30 @@ def close(
 
 
 @triton.jit
-def write(
+def law_kernel(
     logits, laws, p, scale, stride, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
+    """Sampling.law: p [rows, V] by `laws`."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     real = token < V
-    if worthless(laws, row, block, scale, COUNT):
+    if all_zero(laws, row, block, scale, COUNT):
         tl.store(p + row * V + token, tl.zeros([BLOCK], tl.float32), real)
     else:
-        its = chance(logits, laws, row, token, real, stride, scale, COUNT)
+        its = probability(logits, laws, row, token, real, stride, scale, COUNT)
         tl.store(p + row * V + token, its, real)
 
 
-def split(V: int, times: int = 1) -> dict[str, int]:
-    """How a row is read: in COUNT blocks, so many times larger than others."""
+def block_sizes(V: int, times: int = 1) -> dict[str, int]:
+    """How a row of V tokens is read: in COUNT blocks, `times` as large as usual."""
     block = min(times * BLOCK, triton.next_power_of_2(V))
     count = triton.cdiv(V, block)
     return {"V": V, "BLOCK": block, "COUNT": count, "ROOM": triton.next_power_of_2(count)}
 
 
 def counters(device: torch.device, rows: int) -> Tensor:
-    """How many programs of each row have ended: 0 between launches, which share a stream."""
+    """For `is_last`: how many programs of each row have ended; 0 between launches of a stream."""
     return zeros(device, triton.next_power_of_2(rows))
 
 
@@ -238,46 +250,48 @@ def zeros(device: torch.device, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def by_temperature(sampling: Sampling) -> float:
-    """The scale of logits."""
+def logit_scale(sampling: Sampling) -> float:
+    """By what differences of logits are multiplied to be exponents of 2."""
     return log2(e) / sampling.temperature
 
 
-def shaped(sampling: Sampling, logits: Tensor) -> Tensor | None:
-    """The `laws` of logits [rows, V]; None if no kernel reads these."""
+def laws_of(sampling: Sampling, logits: Tensor) -> Tensor | None:
+    """The `laws` (above) of logits [rows, V]; None if the kernels cannot read them."""
     warm = sampling.temperature > 0 and logits.stride(1) == 1
     if not warm or logits.dtype not in BITS or not logits.numel():
         return None
-    (rows, V), bits, scale = logits.shape, BITS[logits.dtype], by_temperature(sampling)
-    tile = split(V)
+    (rows, V), bits, scale = logits.shape, BITS[logits.dtype], logit_scale(sampling)
+    tile = block_sizes(V)
     blocks, part = tile["COUNT"], 4 if rows >= MANY else 1
     digit = 2 if rows >= MANY else 4  # bits of a bound that a pass finds
     top_k, top_p, min_p = 0 < sampling.top_k < V, sampling.top_p < 1, sampling.min_p
     laws = torch.empty(rows, 4 + blocks, device=logits.device)
     sums = laws.new_empty(rows, blocks << digit)
     ended, stride = counters(logits.device, rows), logits.stride(0)
-    measure[rows, triton.cdiv(blocks, part)](
+    unfiltered_kernel[rows, triton.cdiv(blocks, part)](
         logits, laws, sums, ended, scale, stride, PART=part, num_warps=4 if part == 1 else 8, **tile
     )
     found = laws.new_empty(rows, dtype=torch.int32)
     for mass, enough in [(False, float(sampling.top_k))] * top_k + [(True, sampling.top_p)] * top_p:
         for shift in reversed(range(0, bits, digit)):
-            narrow[rows, blocks](
+            narrow_kernel[rows, blocks](
                 logits, laws, found, sums, ended, scale, enough, shift, stride,
                 BITS=bits, DIGIT=digit, DIGITS=1 << digit, MASS=mass, CUT=top_k, **tile,
             )  # fmt: skip
     if top_k or top_p or min_p:
         floor = log2(min_p) if min_p else -inf
-        close[rows, blocks](logits, laws, sums, ended, scale, floor, stride, MASS=top_p, **tile)
+        ties_kernel[rows, blocks](
+            logits, laws, sums, ended, scale, floor, stride, MASS=top_p, **tile
+        )
     return laws
 
 
 def law(self: Sampling, logits: Tensor) -> Tensor:
     """Logits of 16 bits are widened as they are read."""
     rows = logits.reshape(-1, logits.shape[-1])
-    if (laws := shaped(self, rows)) is None:
+    if (laws := laws_of(self, rows)) is None:
         return NotImplemented
     p = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
-    tile = split(rows.shape[1])
-    write[len(rows), tile["COUNT"]](rows, laws, p, by_temperature(self), rows.stride(0), **tile)
+    tile = block_sizes(rows.shape[1])
+    law_kernel[len(rows), tile["COUNT"]](rows, laws, p, logit_scale(self), rows.stride(0), **tile)
     return p

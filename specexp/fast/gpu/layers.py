@@ -1,7 +1,7 @@
 """What a decoder layer does between its matrix products and attention, one kernel each.
 
-Alone these take two to nine launches each, of two microseconds whatever their size. Numbers are
-float32 inside and rounded once, when they are written.
+They are faster than their references in fused.py, which take two to nine launches each, of two
+microseconds whatever their size. Numbers are float32 inside and rounded once, when written.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexp.fast.fused import Layer, Norm, Sight
-from specexp.fast.gpu.dependent import begin, late
+from specexp.fast.fused import AttentionInfo, Layer, Norm
+from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16384  # numbers of a row that one program holds
 
 
 @triton.jit
-def turn(
+def rotate_kernel(
     qkv, cos, sin, slots, q_norm, k_norm, q, keys, values, eps, n, qkv_r, slots_b, slots_n,
     k_b, k_h, k_s, v_b, v_h, v_s, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    WIDE: tl.constexpr, NORMS: tl.constexpr, LATE: tl.constexpr,
+    WIDE: tl.constexpr, NORMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: its query to q [B, H, n, D], or its key or value to their slot."""
-    begin(LATE)
+    """fused.rotate_and_store. A program owns one head of one token: it reads it in qkv [B * n,
+    (H + 2K) D], and writes its query to q [B, H, n, D], or its key or value to its slot. cos, sin
+    [B * n, D]. WIDE: D up to a power of two."""
+    wait_for_previous(DEPENDENT)
     place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, token = place // n, place % n
     d = tl.arange(0, WIDE)
@@ -54,39 +56,41 @@ def turn(
     tl.store(to + d, x.to(q.dtype.element_ty), real)
 
 
-def turned(qkv: Tensor, layer: Layer, sight: Sight, cache: Any) -> tuple[Tensor, Tensor, Tensor]:
-    B, _, n, d = sight.cos.shape
-    H, K, slots = layer.heads, layer.keys, sight.slots
+def rotate_and_store(
+    qkv: Tensor, layer: Layer, info: AttentionInfo, cache: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, _, n, d = info.cos.shape
+    H, K, slots = layer.heads, layer.keys, info.slots
     norms = [norm.weight for norm in layer.norms or ()]
     if qkv.dtype not in KINDS or d % 2 or qkv.stride(1) != 1:
         return NotImplemented
-    if any(x.dtype != qkv.dtype or not x.is_contiguous() for x in (sight.cos, sight.sin)):
+    if any(x.dtype != qkv.dtype or not x.is_contiguous() for x in (info.cos, info.sin)):
         return NotImplemented
     if not cache.is_initialized:
         cache.lazy_initialization(*[qkv.new_empty(B, K, n, d)] * 2)
     seen = cache.cache.rows, slice(None), slice(0, cache.cache.seen)
     keys, values = cache.keys[seen], cache.values[seen]
     q = qkv.new_empty(B, H, n, d)
-    turn[B * n, H + 2 * K](
-        qkv, sight.cos, sight.sin, slots, *(norms or (qkv, qkv)), q, keys, values,
+    rotate_kernel[B * n, H + 2 * K](
+        qkv, info.cos, info.sin, slots, *(norms or (qkv, qkv)), q, keys, values,
         layer.norms[0].eps if layer.norms else 0.0, n, qkv.stride(0), *slots.stride(),
         *keys.stride()[:3], *values.stride()[:3], H=H, K=K, D=d,
-        WIDE=triton.next_power_of_2(d), NORMS=bool(norms), **late(qkv),
+        WIDE=triton.next_power_of_2(d), NORMS=bool(norms), **dependent_launch(qkv),
     )  # fmt: skip
     return q, keys, values
 
 
 @triton.jit
-def add(
+def add_norm_kernel(
     x, y, bias, weight, total, normed, eps, E: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """x + y of one row, and its norm. PARTS: y [PARTS, rows, E] is to be summed first; 0: it is
-    not in parts."""
+    """fused.add_norm. A program owns one row of x [rows, E]: it writes x + y to `total`, and the
+    norm of that to `normed`. PARTS: y is [PARTS, rows, E], to be summed first; 0: it is like x."""
     row, e = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     real = e < E
     scale = tl.load(weight + e, real, other=0.0).to(tl.float32)
-    begin(LATE)
+    wait_for_previous(DEPENDENT)
     at = row * E + e
     if PARTS:
         more = tl.zeros([WIDE], tl.float32)
@@ -105,51 +109,50 @@ def add(
     tl.store(normed + at, z.to(total.dtype.element_ty), real)
 
 
-def added(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    if norm is None or not addable(x, norm) or x.shape != y.shape or y.dtype != x.dtype:
+def add_norm(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    if norm is None or not can_add_norm(x, norm) or x.shape != y.shape or y.dtype != x.dtype:
         return NotImplemented
-    return summed(x, y, None, norm, 0) if y.is_contiguous() else NotImplemented
+    return launch_add_norm(x, y, None, norm, 0) if y.is_contiguous() else NotImplemented
 
 
-def addable(x: Tensor, norm: Norm) -> bool:
+def can_add_norm(x: Tensor, norm: Norm) -> bool:
+    """Whether `add_norm_kernel` takes this x."""
     same = norm.weight.dtype == x.dtype and x.dtype in KINDS
     return same and x.is_contiguous() and x.shape[1] <= WIDEST
 
 
-def summed(
+def launch_add_norm(
     x: Tensor, y: Tensor, bias: Tensor | None, norm: Norm, parts: int
 ) -> tuple[Tensor, Tensor]:
-    """x [rows, E] + y, which may be in parts, and its norm."""
+    """`add_norm` of x [rows, E] and y, in so many parts."""
     total, normed, (rows, E) = torch.empty_like(x), torch.empty_like(x), x.shape
     wide = triton.next_power_of_2(E)
-    add[rows,](
+    warps = max(1, min(16, wide // 512))  # about 16 numbers a thread
+    add_norm_kernel[rows,](
         x, y, x if bias is None else bias, norm.weight, total, normed, norm.eps, E=E, WIDE=wide,
-        PARTS=parts, BIAS=bias is not None, num_warps=warps(wide), **late(x),
+        PARTS=parts, BIAS=bias is not None, num_warps=warps, **dependent_launch(x),
     )  # fmt: skip
     return total, normed
 
 
-def warps(wide: int) -> int:
-    """Of a program over a row: about 16 numbers a thread."""
-    return max(1, min(16, wide // 512))
-
-
 @triton.jit
-def gate(wide, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, LATE: tl.constexpr):
-    begin(LATE)
+def swiglu_kernel(x, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """fused.swiglu of x [rows, 2 * HIDDEN], to out. A program owns BLOCK columns of one row."""
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < HIDDEN
-    x = tl.load(wide + row * 2 * HIDDEN + at, real, other=0.0).to(tl.float32)
-    up = tl.load(wide + row * 2 * HIDDEN + HIDDEN + at, real, other=0.0).to(tl.float32)
-    tl.store(out + row * HIDDEN + at, (x / (1 + tl.exp(-x)) * up).to(out.dtype.element_ty), real)
+    gate = tl.load(x + row * 2 * HIDDEN + at, real, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * HIDDEN + HIDDEN + at, real, other=0.0).to(tl.float32)
+    y = gate / (1 + tl.exp(-gate)) * up
+    tl.store(out + row * HIDDEN + at, y.to(out.dtype.element_ty), real)
 
 
-def gated(wide: Tensor) -> Tensor:
-    if wide.dtype not in KINDS or not wide.is_contiguous() or wide.dim() != 2:
+def swiglu(x: Tensor) -> Tensor:
+    if x.dtype not in KINDS or not x.is_contiguous() or x.dim() != 2:
         return NotImplemented
-    hidden = wide.shape[1] // 2
-    out = wide.new_empty(len(wide), hidden)
-    grid = len(wide), triton.cdiv(hidden, 1024)
-    gate[grid](wide, out, HIDDEN=hidden, BLOCK=1024, **late(wide))
+    hidden = x.shape[1] // 2
+    out = x.new_empty(len(x), hidden)
+    grid = len(x), triton.cdiv(hidden, 1024)
+    swiglu_kernel[grid](x, out, HIDDEN=hidden, BLOCK=1024, **dependent_launch(x))
     return out

@@ -29,8 +29,8 @@ __all__ = ["cuda_graphs", "fused", "fused_eagle"]  # importing them registers th
 log = logging.getLogger("specexp")
 
 
-def beside(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the device of its tensors current, for there Triton launches."""
+def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the device of its first argument current: Triton launches there."""
 
     @wraps(run)
     def guarded(*args: Any) -> Any:
@@ -62,7 +62,7 @@ def _tried() -> bool:
         sampling.race(noise, p, draft.keys, 1)
         sampling.categorical(noise, p, draft.keys, 1)
         warm = SimpleNamespace(rule=rules.Reject(), sampling=Sampling(1.0), rng=noise)
-        judging.judged(draft, SimpleNamespace(logits=logits), warm)
+        gpu_rules.judged(draft, SimpleNamespace(logits=logits), warm)
         torch.cuda.synchronize()
     except Exception as e:  # a driver, a compiler or a card that it does not know
         log.warning(UNUSED, first_line(e))
@@ -74,7 +74,7 @@ UNUSED = "Triton's kernels are not used: %s"
 kernels: dict[Any, Any] = {}
 try:
     from specexp.fast.gpu import attention, laws, layers, products, rows, sampling
-    from specexp.fast.gpu import rules as judging
+    from specexp.fast.gpu import rules as gpu_rules
 except Exception as e:  # there is no Triton, or one that lacks what they use
     if importlib.util.find_spec("triton") is not None:
         log.warning(UNUSED, first_line(e))
@@ -82,27 +82,27 @@ else:
     kernels = {
         fused.attention: attention.attention,
         fused.by_length_up_to: attention.by_length_up_to,
-        fused.turned: layers.turned,
-        fused.added: layers.added,
-        fused.gated: layers.gated,
-        fused.added_product: products.added_product,
-        fused.gated_products: products.gated_products,
+        fused.rotate_and_store: layers.rotate_and_store,
+        fused.add_norm: layers.add_norm,
+        fused.swiglu: layers.swiglu,
+        fused.product_add_norm: products.product_add_norm,
+        fused.product_swiglu: products.product_swiglu,
         lm.product: products.product,
         likeliest: sampling.likeliest,
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
         Sampling.law: laws.law,
-        rules.follow: judging.followed,
-        engine.judged: judging.judged,
+        rules.follow: gpu_rules.follow,
+        engine.judged: gpu_rules.judged,
         Noise.keys: rows.keys,
         Sequences.commit: rows.commit,
         Slots.keep: rows.keep,
         lm.spoil: rows.spoil,
-        NGram.propose: rows.look,
+        NGram.propose: rows.lookup,
         Suffix.propose: rows.vote,
     }
     for operation, run in kernels.items():
-        kernel(operation, "cuda", ready=triton_runs)(beside(run))
+        kernel(operation, "cuda", ready=triton_runs)(on_device(run))
 
 
 def state() -> str:

@@ -1,7 +1,7 @@
 """Products of a few rows with a matrix of weights: as fast as the weights can be read.
 
-A matrix with few columns is split along its depth, too, so that the whole GPU reads it; what is
-added to the product and normed anyway sums the parts.
+A matrix with few outputs is split along its depth, too, so that the whole GPU reads it; the kernel
+that adds the residual to the product and norms it sums the parts.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.fused import Norm
-from specexp.fast.gpu.dependent import begin, late
-from specexp.fast.gpu.layers import KINDS, addable, summed
+from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.layers import KINDS, can_add_norm, launch_add_norm
 
-FEW = 16  # rows: the least product
+FEW = 16  # rows: the least that tl.dot multiplies
 FILLED = 512  # programs that keep a large GPU busy
 DEEP = 256  # a share is a multiple of so many numbers
 
 
 @triton.jit
-def multiply(
+def product_kernel(
     x, weight, bias, out, n, stride, E: tl.constexpr, DEEP: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr,
-    LATE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the product of a few rows of x [n, DEEP] with weight [E, DEEP], over a share
-    of its depth, to out [shares, n, E]."""
+    """lm.product of few rows. A program owns BLOCK outputs over one share of the depth: it reads x
+    [n, DEEP] and its part of weight [E, DEEP], and writes out [shares, n, E]. So few rows take as
+    long as reading the weights, which enough programs do at once."""
     row, e, begins = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.program_id(1) * SHARE
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = weight + tl.minimum(column, E - 1).to(tl.int64) * DEEP + begins
-    begin(LATE)
+    wait_for_previous(DEPENDENT)
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, SHARE, DEPTH):
         deep = begins + first + e
@@ -48,19 +49,20 @@ def multiply(
     tl.store(to, sums.to(out.dtype.element_ty), (row < n)[:, None] & (column < E)[None, :])
 
 
-def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, block: int) -> None:
-    """x [n, depth] times weight to out [shares of the depth, n, E]."""
+def launch_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, block: int) -> None:
+    """x [n, depth] times weight [E, depth], to out [shares of the depth, n, E]."""
     (shares, n, E), depth = out.shape, x.shape[1]
-    multiply[triton.cdiv(E, block), shares](
+    product_kernel[triton.cdiv(E, block), shares](
         x, weight, x if bias is None else bias, out, n, x.stride(0), E=E, DEEP=depth,
         SHARE=depth // shares, BLOCK=block, BIAS=bias is not None, **tile(x),
     )  # fmt: skip
 
 
 def tile(x: Tensor) -> dict[str, Any]:
+    """Sizes that both product kernels share, and their launch's options."""
     narrow = x.dtype.itemsize == 2
     sizes = {"ROWS": FEW, "DEPTH": 128 if narrow else 64, "num_stages": 4 if narrow else 3}
-    return sizes | late(x)
+    return sizes | dependent_launch(x)
 
 
 def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -79,18 +81,18 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not few(x, weight, bias):
         return NotImplemented
     out = x.new_empty(len(x), len(weight))
-    multiplied(x, weight, bias, out[None], 32 if len(weight) >= 32 * FILLED else 16)
+    launch_product(x, weight, bias, out[None], 32 if len(weight) >= 32 * FILLED else 16)
     return out
 
 
-def added_product(
+def product_add_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
-    if norm is None or not few(y, weight, bias) or not addable(x, norm) or y.dtype != x.dtype:
+    if norm is None or not few(y, weight, bias) or not can_add_norm(x, norm) or y.dtype != x.dtype:
         return NotImplemented
     parts = torch.empty(shares(*weight.shape), *x.shape, device=x.device)
-    multiplied(y, weight, None, parts, 32)
-    return summed(x, parts, bias, norm, len(parts))
+    launch_product(y, weight, None, parts, 32)
+    return launch_add_norm(x, parts, bias, norm, len(parts))
 
 
 def shares(E: int, depth: int) -> int:
@@ -100,15 +102,17 @@ def shares(E: int, depth: int) -> int:
 
 
 @triton.jit
-def gate_products(
+def product_swiglu_kernel(
     x, weight, bias, out, n, stride, E: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of both products of a few rows of x, and their gate."""
+    """fused.product_swiglu of few rows. A program owns BLOCK columns: it reads x [n, E] and its
+    gates and ups of weight [2 * HIDDEN, E], and writes out [n, HIDDEN]; the reference writes and
+    reads both products in between."""
     row, e = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     near = weight + tl.minimum(column, HIDDEN - 1).to(tl.int64) * E
-    begin(LATE)
+    wait_for_previous(DEPENDENT)
     gates = tl.zeros([ROWS, BLOCK], tl.float32)
     ups = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, E, DEPTH):
@@ -128,12 +132,12 @@ def gate_products(
     tl.store(out + row[:, None] * HIDDEN + column[None, :], y, real)
 
 
-def gated_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def product_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not few(x, weight, bias):
         return NotImplemented
     n, (wide, E) = len(x), weight.shape
     out = x.new_empty(n, wide // 2)
-    gate_products[triton.cdiv(wide // 2, 32),](
+    product_swiglu_kernel[triton.cdiv(wide // 2, 32),](
         x, weight, x if bias is None else bias, out, n, x.stride(0), E=E, HIDDEN=wide // 2,
         BLOCK=32, BIAS=bias is not None, **tile(x),
     )  # fmt: skip

@@ -1,4 +1,8 @@
-"""What a round does to rows besides passes and rules: one program a row, one launch each."""
+"""What a round does to rows besides passes and rules.
+
+A program owns a row (of `keep_kernel`, a key head of it; of `block_max_kernel`, a block), so that
+each operation is one launch; the references take up to dozens.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,10 @@ AT_ONCE = 1024  # slots
 
 
 @triton.jit
-def address(
+def keys_kernel(
     stream, length, depth, out, depth_b, n, WIDE: tl.constexpr, BY_ROUND: tl.constexpr
 ):  # fmt: skip
+    """Noise.keys: out [B, n] by stream [B], length [B] and depth [1 or B, n]."""
     row, at = tl.program_id(0), tl.arange(0, WIDE)
     root = mix(tl.load(stream + row)) + tl.load(length + row)
     if BY_ROUND:
@@ -35,20 +40,21 @@ def address(
 
 
 def keys(self: Noise, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
-    if not lines(stream, length, depth) or not depth.numel() or len(depth) not in (1, len(length)):
-        return NotImplemented
     B, n = len(length), depth.shape[1]
+    if not integers(stream, length, depth) or not depth.numel() or len(depth) not in (1, B):
+        return NotImplemented
     out = torch.empty(B, n, dtype=torch.int64, device=depth.device)
     wide = triton.next_power_of_2(n)
-    address[B,](stream, length, depth, out, shared(depth), n, WIDE=wide, BY_ROUND=self.by_round)
+    keys_kernel[B,](stream, length, depth, out, shared(depth), n, WIDE=wide, BY_ROUND=self.by_round)
     return out
 
 
 @triton.jit
-def append(
+def commit_kernel(
     tokens, length, limit, eos, new, count, report, tokens_b, E, D: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """See Sequences.commit; tokens past a row's new length are not written."""
+    """Sequences.commit of new [B, D], `count` [B] of them accepted; tokens past a row's new length
+    are not written."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     token = tl.load(new + row * D + at, at < D, other=-1)
     first = tl.full([], D, tl.int32)
@@ -69,11 +75,11 @@ def append(
 
 def commit(self: Sequences, verdict: Verdict) -> Tensor:
     tokens, new = self.tokens, verdict.new
-    counted = lines(self.length, self.limit, self.eos, verdict.n)
+    counted = integers(self.length, self.limit, self.eos, verdict.n)
     if not counted or tokens.stride(1) != 1 or not new.is_contiguous():
         return NotImplemented
     (B, D), report = new.shape, new.new_empty(len(new), 3)
-    append[B,](
+    commit_kernel[B,](
         tokens, self.length, self.limit, self.eos, new, verdict.n, report, tokens.stride(0),
         len(self.eos), D=D, WIDE=triton.next_power_of_2(D),
     )  # fmt: skip
@@ -81,10 +87,11 @@ def commit(self: Sequences, verdict: Verdict) -> Tensor:
 
 
 @triton.jit
-def shift(
+def keep_kernel(
     keys, values, source, slots, n, d, k_b, k_h, k_s, v_b, v_h, v_s, source_b, slots_b,
     PLACES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """Slots.keep: keys and values [B, K, S, d] of slots source [B, n] go to slots [B, n]."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place, at = tl.arange(0, PLACES), tl.arange(0, WIDE)
     real = (place < n)[:, None] & (at < d)[None, :]
@@ -108,7 +115,7 @@ def keep(self: Slots, rows: slice, source: Tensor, slots: Tensor) -> Any:
     if keys.shape != values.shape or n * d > 1 << 14 or last != [1] * 4:
         return NotImplemented
     up = triton.next_power_of_2
-    shift[B, H](
+    keep_kernel[B, H](
         keys, values, source, slots, n, d, *keys.stride()[:3], *values.stride()[:3],
         source.stride(0), slots.stride(0), PLACES=up(n), WIDE=up(d), num_warps=4,
     )  # fmt: skip
@@ -116,8 +123,8 @@ def keep(self: Slots, rows: slice, source: Tensor, slots: Tensor) -> Any:
 
 
 @triton.jit
-def agreement(text, end, last, MATCH: tl.constexpr):
-    """How many tokens up to each earlier `end` equal those up to the last, MATCH at most."""
+def match_length(text, end, last, MATCH: tl.constexpr):
+    """How many tokens up to each earlier place `end` equal those up to `last`, MATCH at most."""
     same, matched = end < last, 0 * end
     for back in tl.static_range(MATCH):
         token = tl.load(text + tl.maximum(last - back, 0))
@@ -128,11 +135,12 @@ def agreement(text, end, last, MATCH: tl.constexpr):
 
 
 @triton.jit
-def look_up(
+def lookup_kernel(
     text, length, depth, branch, out, text_b, S, vocab, N: tl.constexpr, WIDE: tl.constexpr,
     LEAVES: tl.constexpr, MATCH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """See NGram.propose: leaf by leaf the best occurrence below the one before."""
+    """NGram.propose, to out [B, N]: leaf by leaf, what followed the best match in text [B, S] below
+    that of the leaf before."""
     row, node = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     text += row * text_b
     last = tl.load(length + row).to(tl.int32) - 1
@@ -144,7 +152,7 @@ def look_up(
         best = tl.full([], -1, tl.int32)
         for first in range(0, last, AT_ONCE):
             end = first + tl.arange(0, AT_ONCE)
-            matched = agreement(text, end, last, MATCH)
+            matched = match_length(text, end, last, MATCH)
             score = tl.where(matched > 0, matched * S + end, -1)
             best = tl.maximum(best, tl.max(tl.where(score < below, score, -1), 0))
         below = best
@@ -155,16 +163,16 @@ def look_up(
         tl.store(out + row * N + node, tl.where(token < vocab, token, -1), mine == leaf)
 
 
-def look(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+def lookup(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     text, N = seqs.tokens, len(tree)
-    if N == 1 or text.stride(1) != 1 or not lines(seqs.length):
+    if N == 1 or text.stride(1) != 1 or not integers(seqs.length):
         return NotImplemented
     B, S = text.shape
     nodes, (leaves, branch) = tree.nodes(text.device), first_leaf(tree, text.device)
     if leaves > S or (self.n + 1) * S >= 1 << 31:
         return NotImplemented
     tokens = text.new_empty(B, N)
-    look_up[B,](
+    lookup_kernel[B,](
         text, seqs.length, nodes.depth, branch, tokens, text.stride(0), S, self.vocab, N=N,
         WIDE=triton.next_power_of_2(N), LEAVES=leaves, MATCH=self.n, AT_ONCE=AT_ONCE,
     )  # fmt: skip
@@ -172,29 +180,25 @@ def look(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
 
 
 @triton.jit
-def said(text, line, at, last, real):
-    """The tokens at places of a row that goes on after its last token as a line of draft tokens."""
+def token_at(text, line, at, last, real):
+    """The tokens at places of a text; past its last token those of a line of draft tokens."""
     ahead = at > last
     token = tl.load(text + at, real & (at <= last), other=0)
     return tl.where(ahead, tl.load(line + at - last, real & ahead, other=0), token).to(tl.int32)
 
 
 @triton.jit
-def count_votes(
+def vote_kernel(
     text, length, children, parents, depth, votes, voters, trust, out, text_b, S, vocab, least,
     stretch, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, MATCH: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """See Suffix.propose. Of a row's `voters` [3, S + D], the places with the longest match, it
-    keeps where they are, the last node that agrees with them, and what they say comes next; in
-    `votes` [vocab + 1], 0 before and after, how many say a token."""
+    """Suffix.propose, to out [B, N]: the places of the longest match vote for the token after them.
+    voters [B, 3, S + D]: of each where it is, the last node that agrees with it, and its vote.
+    votes [B, vocab + 1]: for each token; 0 before and after. trust [B, N]: of each node."""
     row, some = tl.program_id(0).to(tl.int64), tl.arange(0, AT_ONCE)
-    text, votes, trust, out = (
-        text + row * text_b,
-        votes + row * (vocab + 1),
-        trust + row * N,
-        out + row * N,
-    )
+    text, votes = text + row * text_b, votes + row * (vocab + 1)
+    trust, out = trust + row * N, out + row * N
     places = voters + row * 3 * (S + D)
     nodes, says = places + S + D, places + 2 * (S + D)
     line = places + S  # the draft tokens up to a node, by depth
@@ -203,7 +207,7 @@ def count_votes(
     tl.store(trust, 1.0)
     most = tl.full([], 1, tl.int32)
     for first in range(0, last, AT_ONCE):
-        matched = agreement(text, first + some, last, MATCH)
+        matched = match_length(text, first + some, last, MATCH)
         most = tl.maximum(most, tl.max(matched, 0))
         tl.store(says + first + some, matched, first + some < last)
     tl.debug_barrier()
@@ -225,7 +229,7 @@ def count_votes(
         for first in range(0, count, AT_ONCE):
             at = first + some
             mine = tl.load(nodes + at, at < count, other=-1) == parent
-            token = said(text, line, tl.load(places + at, mine, other=0) + step, last, mine)
+            token = token_at(text, line, tl.load(places + at, mine, other=0) + step, last, mine)
             token = tl.minimum(token, vocab)
             tl.store(says + at, token, mine)
             tl.atomic_add(votes + token, 1, mine, sem="relaxed")
@@ -243,7 +247,7 @@ def count_votes(
                 place = tl.load(places + at, mine, other=-1)
                 best = tl.maximum(best, tl.max((many.to(tl.int64) << 32) + place + 1, 0))
             found = best > 0
-            token = said(text, line, best.to(tl.int32) - 1 + step, last, found)
+            token = token_at(text, line, best.to(tl.int32) - 1 + step, last, found)
             share = tl.div_rn((best >> 32).to(tl.float32), tl.maximum(total, 1).to(tl.float32))
             sure = tl.load(trust + parent) * share
             likely = found & (sure >= least) & (step <= stretch * most)
@@ -264,13 +268,13 @@ def count_votes(
 
 def vote(self: Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     text, N = seqs.tokens, len(tree)
-    if N == 1 or text.stride(1) != 1 or not lines(seqs.length) or self.least <= 0:
+    if N == 1 or text.stride(1) != 1 or not integers(seqs.length) or self.least <= 0:
         return NotImplemented
     (B, S), nodes = text.shape, tree.nodes(text.device)
     tokens, trust = text.new_empty(B, N), torch.empty(B, N, device=text.device)
     votes = torch.zeros(B, self.vocab + 1, dtype=torch.int32, device=text.device)
     voters = votes.new_empty(B, 3, S + tree.depth + 1)
-    count_votes[B,](
+    vote_kernel[B,](
         text, seqs.length, nodes.children, nodes.parents, nodes.depth, votes, voters, trust, tokens,
         text.stride(0), S, self.vocab, float(self.least), float(self.stretch), N=N,
         K=nodes.children.shape[-1], D=tree.depth + 1, MATCH=self.longest, AT_ONCE=AT_ONCE,
@@ -280,8 +284,8 @@ def vote(self: Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
 
 
 @triton.jit
-def peak(logits, tops, size, BLOCK: tl.constexpr):
-    """The largest logit of one part of a row; infinity where one is NaN."""
+def block_max_kernel(logits, tops, size, BLOCK: tl.constexpr):
+    """For lm.spoil: the largest logit of a block, infinity if one is NaN, to tops [B, blocks]."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * size + at, at < size, other=-float("inf")).to(tl.float32)
     top = tl.max(tl.where(x != x, float("inf"), x), 0)
@@ -293,11 +297,11 @@ def spoil(fault: Tensor, logits: Tensor) -> Any:
         return NotImplemented
     B, size = len(logits), logits[0].numel()
     tops = torch.empty(B, triton.cdiv(size, 4 * AT_ONCE), device=logits.device)
-    peak[tops.shape](logits, tops, size, BLOCK=4 * AT_ONCE)
+    block_max_kernel[tops.shape](logits, tops, size, BLOCK=4 * AT_ONCE)
     fault.add_(tops.amax(1), alpha=0)
     return None
 
 
-def lines(*tensors: Tensor) -> bool:
+def integers(*tensors: Tensor) -> bool:
     """Whether these are int64, and their numbers lie side by side."""
     return all(x.dtype == torch.int64 and x.is_contiguous() for x in tensors)

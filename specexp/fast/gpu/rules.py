@@ -1,8 +1,14 @@
 """Match, Reject and Block on chains and trees, by the target's logits: p is never written.
 
-Nodes are judged side by side, each by a program that tries the node's children in turn; what is
-left of p after each that was refused is known by the sum of it, so it too is made where it is read.
-Then one program a row and part of the vocabulary walks from the root, and draws where it stops.
+All nodes are judged side by side: by Reject their children in turn, a launch for each rank, by
+Block their prefixes. Then the path is walked from the root, and the bonus token drawn at its end.
+The references write p and every residual; here a residual is known by its sum, and computed where
+it is read. A program owns a block of the vocabulary at a node, where nothing else is said.
+
+`notes` [B, N, K, 4] has what that takes, for each child of a node that was tried: 0: its token
+(integer bits; -1: none to try); 1: whether it was chosen, not drawn from q; 2, 3: the sums of the
+residual of p, and of what is left of q, once it was refused. Of Block the one note of a node is on
+the next one: token, chosen, and the weight of the prefix up to this node. `place`: a node of B * N.
 """
 
 from __future__ import annotations
@@ -15,16 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.gpu.laws import (
-    by_temperature,
-    chance,
+    all_zero,
+    block_sizes,
     counters,
     is_last,
-    shaped,
-    split,
-    worthless,
+    laws_of,
+    logit_scale,
+    positive_or_one,
+    probability,
 )
-from specexp.fast.gpu.sampling import arrival, best_left, drawn, leave, pass_over, plain, uniform
-from specexp.rules import Block, Match, Reject, follow
+from specexp.fast.gpu.sampling import arrival, best_put, draw, floats, put_best, put_none, uniform
+from specexp.rules import Block, Match, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, likeliest
 from specexp.sequences import Draft, Verdict
 
@@ -32,42 +39,42 @@ LARGEST = 128  # nodes of a tree that one program walks
 
 
 @triton.jit
-def over(w, whole, otherwise):
-    """w / whole; otherwise where whole is 0."""
-    return tl.where(whole > 0, tl.div_rn(w, tl.where(whole > 0, whole, 1.0)), otherwise)
+def quotient(w, whole, otherwise):
+    """w / whole, rounded to nearest; `otherwise` where whole is not positive."""
+    return tl.where(whole > 0, tl.div_rn(w, positive_or_one(whole)), otherwise)
 
 
 @triton.jit
-def refused(p, q, token, note, share, lenience):
-    """What is left of share * p, and of q, at tokens once the child of a note was refused, neither
-    normalised; and the distribution behind that child."""
+def unscaled_residuals(p, q, token, note, share, lenience):
+    """The residual of share * p and what is left of q, neither normalised, at tokens once the child
+    of a note was refused; and the distribution that it was drawn from."""
     x = tl.load(note).to(tl.int32, bitcast=True)
     drawn = tl.where(tl.load(note + 1) > 0, (token == x).to(tl.float32), q)
     return tl.maximum(share * p - lenience * drawn, 0.0), tl.where(token == x, 0.0, drawn), drawn
 
 
 @triton.jit
-def left(
+def residuals(
     logits, laws, q, notes, place, token, real, count, stride, scale, lenience, K: tl.constexpr,
     V: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """What is left of p and of q at tokens once a node's first children, so many, were refused."""
-    p = chance(logits, laws, place, token, real, stride, scale, COUNT)
+    """The residual of p, and what is left of q, after a node's first `count` children."""
+    p = probability(logits, laws, place, token, real, stride, scale, COUNT)
     q_left = 0.0 * p
     if DRAWN:
         q_left = tl.load(q + place * V + token, real, other=0.0)
     for j in range(K - 1):
         note = notes + j * 4
         was = (j < count) & (tl.load(note).to(tl.int32, bitcast=True) >= 0)
-        some, others, drawn = refused(p, q_left, token, note, 1.0, lenience)
-        p = tl.where(was, over(some, tl.load(note + 2), p), p)
-        q_left = tl.where(was, over(others, tl.load(note + 3), drawn), q_left)
+        some, others, drawn = unscaled_residuals(p, q_left, token, note, 1.0, lenience)
+        p = tl.where(was, quotient(some, tl.load(note + 2), p), p)
+        q_left = tl.where(was, quotient(others, tl.load(note + 3), drawn), q_left)
     return p, q_left
 
 
 @triton.jit
 def last_tried(notes, count, K: tl.constexpr):
-    """The last child with a note among the first, so many; or -1."""
+    """The last of a node's first `count` children that was tried, or -1."""
     last = -1
     for j in range(K):
         x = tl.load(notes + j * 4, j < count, other=-1.0, cache_modifier=".cg")
@@ -76,32 +83,32 @@ def last_tried(notes, count, K: tl.constexpr):
 
 
 @triton.jit
-def weigh_left(
+def sum_residuals(
     logits, laws, q, notes, sums, place, last, share, stride, scale, lenience,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """How much the refusal of a node's last child leaves of p and of q in a block, to `sums`."""
+    """To sums [B * N, COUNT, 2]: of a block of both residuals, once child `last` was refused."""
     block = tl.program_id(1)
     sums += (place * COUNT + block) * 2
-    if worthless(laws, place, block, scale, COUNT) & (not DRAWN):
+    if all_zero(laws, place, block, scale, COUNT) & (not DRAWN):
         tl.store(sums, 0.0)
         tl.store(sums + 1, 0.0)
     else:
         token = block * BLOCK + tl.arange(0, BLOCK)
         real = token < V
-        p, d = left(
+        p, d = residuals(
             logits, laws, q, notes, place, token, real, last, stride, scale, lenience, K, V, COUNT,
             DRAWN,
         )  # fmt: skip
-        some, others, _ = refused(p, d, token, notes + last * 4, share, lenience)
+        some, others, _ = unscaled_residuals(p, d, token, notes + last * 4, share, lenience)
         tl.store(sums, tl.sum(some, 0))
         tl.store(sums + 1, tl.sum(others, 0))
 
 
 @triton.jit
-def weighed(sums, place, COUNT: tl.constexpr, ROOM: tl.constexpr):
-    """The sums of all blocks."""
+def sums_of(sums, place, COUNT: tl.constexpr, ROOM: tl.constexpr):
+    """Both sums of a node, over all blocks."""
     block = tl.arange(0, ROOM)
     its = sums + (place * COUNT + block) * 2
     whole = tl.load(its, block < COUNT, other=0.0, cache_modifier=".cg")
@@ -110,13 +117,12 @@ def weighed(sums, place, COUNT: tl.constexpr, ROOM: tl.constexpr):
 
 
 @triton.jit
-def walk(
+def accepted_path(
     good, depth, ancestors, row, depth_b, ancestors_b, N: tl.constexpr, WIDE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """How deep the good nodes [WIDE] reach from the root, the node where that ends, and the depths
-    [WIDE] of the nodes on the path to it, -1 of others. A prefix that is judged as a WHOLE needs no
-    good nodes before its last."""
+    [WIDE] of the nodes on the path to it, -1 of others. WHOLE: a good node's prefix is good."""
     node = tl.arange(0, WIDE)
     table = ancestors + row * ancestors_b
     reached = good | (node == 0)
@@ -133,7 +139,7 @@ def walk(
 
 @triton.jit
 def at_depth(route, level, WIDE: tl.constexpr):
-    """The nodes at these levels of a path."""
+    """The nodes at these depths of a path (`accepted_path`)."""
     at = route[None, :] == level[:, None]
     return tl.sum(tl.where(at, tl.arange(0, WIDE)[None, :], 0), 1)
 
@@ -144,11 +150,13 @@ def end_row(
     D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The path of a row, all nodes of which are judged. To `ends` [B, 4]: its depth, the node where
-    it ends, and the last child that was refused there, or -1."""
+    """A row's verdict but for the bonus token, once all its nodes are judged. To `ends` [B, 4]: the
+    depth of its path, the node where that ends, and the last child refused there, or -1."""
     node, level = tl.arange(0, WIDE), tl.arange(0, LEVELS)
     good = tl.load(ok + row * N + node, (node > 0) & (node < N), 0, cache_modifier=".cg") > 0
-    n, stop, route = walk(good, depth, ancestors, row, depth_b, ancestors_b, N, WIDE, WHOLE)
+    n, stop, route = accepted_path(
+        good, depth, ancestors, row, depth_b, ancestors_b, N, WIDE, WHOLE
+    )
     to = row * D + level
     tl.store(path + to, at_depth(route, tl.minimum(level, n), WIDE).to(tl.int64), level < D)
     line = tl.load(tokens + row * N + at_depth(route, level + 1, WIDE), level < n, other=0)
@@ -160,16 +168,16 @@ def end_row(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def try_child(
+def accept_child_kernel(
     logits, laws, q, tokens, keys, ok, notes, sums, ended, children, children_b, rank, stride,
     scale, lenience, salt, rows_ended, depth, ancestors, ends, path, count, new, depth_b,
     ancestors_b, D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     LEVELS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     ROOM: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Reject: is a node's child of this rank accepted, to `ok` [B, N], if none before it was? Its
-    note [B, N, K]: the draft token, whether that counts as chosen, and the sums of what is left of
-    p and q once it was refused, which are made by all programs before the next is tried."""
+    """rules.Reject: to ok [B, N], whether a node's child of this rank is accepted, if none before
+    it was; and its note. All programs of a node sum what the child before leaves, the last judges.
+    """
     place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     row, node = place // N, place % N
     notes += place * K * 4
@@ -183,18 +191,18 @@ def try_child(
     x = tl.where(took, -1, x)
     last = last_tried(notes, rank, K)
     if (x >= 0) & (last >= 0):
-        weigh_left(
+        sum_residuals(
             logits, laws, q, notes, sums, place, last, 1.0, stride, scale, lenience,
             K, V, BLOCK, COUNT, DRAWN,
         )  # fmt: skip
         judges = is_last(ended, place, COUNT)
         if judges:
-            whole, rest = weighed(sums, place, COUNT, ROOM)
+            whole, rest = sums_of(sums, place, COUNT, ROOM)
             tl.store(notes + last * 4 + 2, whole)
             tl.store(notes + last * 4 + 3, rest)
             tl.debug_barrier()  # the note is read by all
     if judges:
-        px, qx = left(
+        px, qx = residuals(
             logits, laws, q, notes, place, x, x >= 0, rank, stride, scale, lenience, K, V, COUNT,
             DRAWN,
         )  # fmt: skip
@@ -216,20 +224,19 @@ def try_child(
 
 
 @triton.jit
-def weigh_prefixes(
+def prefix_weights_kernel(
     logits, laws, q, tokens, notes, stride, scale, N: tl.constexpr,
     WIDE: tl.constexpr, V: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Block: the note of every node of a chain: the draft token after it, whether that counts as
-    chosen, and the weight of the prefix that ends there."""
+    """rules.Block: the notes of a chain. A program owns a row, and reads at draft tokens alone."""
     row, node = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     place = row * N + node
     x = tl.load(tokens + place + 1, node + 1 < N, other=-1).to(tl.int32)
     exists = tl.cumsum(((x < 0) | (x >= V)).to(tl.int32), 0) == 0
-    px, qx = left(
+    px, qx = residuals(
         logits, laws, q, notes, place, x, exists, 0, stride, scale, 1.0, 1, V, COUNT, DRAWN
     )
-    odds = tl.where(exists, tl.div_rn(px, tl.where(qx > 0, qx, 1.0)), 0.0)
+    odds = tl.where(exists, tl.div_rn(px, positive_or_one(qx)), 0.0)
     P, weights = tl.full([], 1.0, tl.float32), tl.zeros([WIDE], tl.float32)
     for i in range(N):
         weights = tl.where(node == i, P, weights)
@@ -241,28 +248,28 @@ def weigh_prefixes(
 
 
 @triton.jit
-def judge_prefix(
+def accept_prefix_kernel(
     logits, laws, q, tokens, keys, ok, notes, sums, ended, stride, scale, salt, rows_ended, depth,
     ancestors, ends, path, count, new, depth_b, ancestors_b, D: tl.constexpr, N: tl.constexpr,
     WIDE: tl.constexpr, LEVELS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Block: does the prefix that ends with a node pass, to `ok` [B, N]?"""
+    """rules.Block: to ok [B, N], whether the prefix that ends with a node is accepted."""
     place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     notes += place * 4
     P, inside = tl.load(notes + 2), place % N > 0
     S = P  # q counts as 0 where no draft token follows
     if (P > 0) & inside & (last_tried(notes, 1, 1) == 0):
-        weigh_left(
+        sum_residuals(
             logits, laws, q, notes, sums, place, 0, P, stride, scale, 1.0,
             1, V, BLOCK, COUNT, DRAWN,
         )  # fmt: skip
         judges = is_last(ended, place, COUNT)
         if judges:
-            S = weighed(sums, place, COUNT, ROOM)[0]
+            S = sums_of(sums, place, COUNT, ROOM)[0]
     if judges:
         u = uniform(tl.load(keys + place - 1, inside, other=0), salt, tl.full([], 0, tl.int32))
-        passes = (P > 0) & inside & (u <= over(S, S + 1 - P, 1.0))
+        passes = (P > 0) & inside & (u <= quotient(S, S + 1 - P, 1.0))
         tl.store(ok + place, passes.to(tl.int32))
         row = place // N
         if is_last(rows_ended, row, N):
@@ -273,68 +280,68 @@ def judge_prefix(
 
 
 @triton.jit
-def race_left(
+def race_residual(
     logits, laws, q, notes, bests, place, block, last, key, stride, scale, lenience,
     salt, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     DRAWN: tl.constexpr, REFUSED: tl.constexpr,
 ):  # fmt: skip
-    """`leave` the best of a block in the race for what is left of p at a node: after its last
-    child, or, if that is not to count as REFUSED, before it."""
+    """`put_best` a block's best in the race for the residual at a node after its child `last` or,
+    if that is not to count as REFUSED, before it."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     real = token < V
-    p, d = left(
+    p, d = residuals(
         logits, laws, q, notes, place, token, real, last, stride, scale, lenience, K, V, COUNT,
         DRAWN,
     )  # fmt: skip
     if REFUSED & (last >= 0):
         note = notes + last * 4
-        p = refused(p, d, token, note, tl.load(note + 2), lenience)[0]
-    leave(bests, block, tl.where(real, p / arrival(key, salt, token), -1.0), token)
+        p = unscaled_residuals(p, d, token, note, tl.load(note + 2), lenience)[0]
+    put_best(bests, block, tl.where(real, p / arrival(key, salt, token), -1.0), token)
 
 
 @triton.jit
-def draw_last(
+def bonus_kernel(
     logits, laws, q, keys, notes, ends, bests, ended, new, stride, scale, lenience, salt,
     D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, V: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """The bonus token at the end of a row's path: of what is left of p, if anything is, or of what
-    was left before the last child was refused; any if p is NaN."""
+    """A row's bonus token, to new [B, D]: of the residual at the end of its path or, if that is 0
+    everywhere, of the one before; any if p is NaN. A program owns a block of a row's vocabulary."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, stop = tl.load(ends + row * 4), tl.load(ends + row * 4 + 1)
     last, place = tl.load(ends + row * 4 + 2), row * N + stop
     key = tl.load(keys + place)
     notes += place * K * 4
     bests += row * COUNT * 2
-    if worthless(laws, place, block, scale, COUNT):
-        pass_over(bests, block)
+    if all_zero(laws, place, block, scale, COUNT):
+        put_none(bests, block)
     else:
-        race_left(
+        race_residual(
             logits, laws, q, notes, bests, place, block, last, key, stride, scale, lenience, salt,
             K, V, BLOCK, COUNT, DRAWN, True,
         )  # fmt: skip
     if is_last(ended, row, COUNT):
-        some, winner = best_left(bests, COUNT, ROOM)
+        some, winner = best_put(bests, COUNT, ROOM)
         if (last >= 0) & (some <= 0):  # rounding alone: p is nowhere above q, and x was refused
             for other in range(COUNT):
-                race_left(
+                race_residual(
                     logits, laws, q, notes, bests, place, other, last, key, stride, scale,
                     lenience, salt, K, V, BLOCK, COUNT, DRAWN, False,
                 )  # fmt: skip
             tl.debug_barrier()
-            winner = best_left(bests, COUNT, ROOM)[1]
+            winner = best_put(bests, COUNT, ROOM)[1]
         level = tl.arange(0, LEVELS)
         bonus = tl.minimum(winner, V - 1).to(tl.int64)
         tl.store(new + row * D + level, bonus, (level >= n) & (level < D))
 
 
 @triton.jit
-def follow_samples(
+def follow_kernel(
     tokens, sample, parents, depth, ancestors, path, count, new, parents_b, depth_b, ancestors_b,
     D: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The path of a row along draft tokens that equal the sample at their parents; with FIRST, of
-    equal siblings along the first."""
+    """rules.follow, the path along draft tokens that equal the sample [B, N] at their parents; with
+    FIRST, of equal siblings along the first. A program owns a row."""
     row, node, level = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, LEVELS)
     real = node < N
     parent = tl.load(parents + row * parents_b + node, real, other=-1).to(tl.int32)
@@ -343,7 +350,7 @@ def follow_samples(
     if FIRST:
         before = good[None, :] & (parent[None, :] == parent[:, None])
         good = good & (tl.max(tl.where(before & (node[None, :] < node[:, None]), 1, 0), 1) == 0)
-    n, _, route = walk(good, depth, ancestors, row, depth_b, ancestors_b, N, WIDE, False)
+    n, _, route = accepted_path(good, depth, ancestors, row, depth_b, ancestors_b, N, WIDE, False)
     at = at_depth(route, tl.minimum(level, n), WIDE)
     tl.store(count + row, n.to(tl.int64))
     tl.store(path + row * D + level, at.to(tl.int64), level < D)
@@ -356,32 +363,33 @@ def shared(x: Tensor) -> int:
 
 
 def walkable(draft: Draft) -> bool:
+    """Whether one program can find a path in this tree."""
     nodes, N = draft.nodes, draft.tokens.shape[1]
     parts = nodes.parents, nodes.depth, nodes.ancestors, nodes.children
     return N <= LARGEST and all(x.is_contiguous() for x in parts)
 
 
-def verdict(draft: Draft) -> Verdict:
-    """Room for one."""
+def empty_verdict(draft: Draft) -> Verdict:
+    """Room for a verdict on this draft."""
     B, D = len(draft.tokens), draft.nodes.deepest + 1
     path, new = (draft.tokens.new_empty(B, D) for _ in range(2))
     return Verdict(path, draft.tokens.new_empty(B), new)
 
 
-def sizes(draft: Draft) -> dict[str, int]:
+def tree_sizes(draft: Draft) -> dict[str, int]:
     N, D = draft.tokens.shape[1], draft.nodes.deepest + 1
     up = triton.next_power_of_2
     return {"N": N, "D": D, "WIDE": up(N), "LEVELS": up(D)}
 
 
-def followed(draft: Draft, sample: Tensor, first: bool = False) -> Verdict:
+def follow(draft: Draft, sample: Tensor, first: bool = False) -> Verdict:
     if not walkable(draft) or sample.dtype != torch.int64:
         return NotImplemented
-    nodes, result = draft.nodes, verdict(draft)
+    nodes, result = draft.nodes, empty_verdict(draft)
     trees = nodes.parents, nodes.depth, nodes.ancestors
-    follow_samples[len(sample),](
+    follow_kernel[len(sample),](
         draft.tokens.contiguous(), sample.contiguous(), *trees, result.path, result.n, result.new,
-        *map(shared, trees), FIRST=first, **sizes(draft),
+        *map(shared, trees), FIRST=first, **tree_sizes(draft),
     )  # fmt: skip
     return result
 
@@ -395,42 +403,44 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     if type(rule) is Block and nodes.deepest != N - 1:
         return NotImplemented  # the reference says why
     if type(noise) is Certain and not sampling.temperature:
-        return followed(draft, likeliest(logits), first=type(rule) is Reject)
+        return follow(draft, likeliest(logits), first=type(rule) is Reject)
     rows = logits.reshape(B * N, V)
-    laws = shaped(sampling, rows) if type(noise) is Noise else None
-    if laws is None or (q is not None and (not plain(q) or q.shape != logits.shape)):
+    laws = laws_of(sampling, rows) if type(noise) is Noise else None
+    if laws is None or (q is not None and (not floats(q) or q.shape != logits.shape)):
         return NotImplemented
     keys, tokens = draft.keys.contiguous(), draft.tokens.contiguous()
     if type(rule) is Match or N == 1:
         purpose = TOKEN if type(rule) is Match else RESIDUAL
-        return follow(draft, drawn(noise, rows, laws, sampling, keys, purpose))
+        return follow(draft, draw(noise, rows, laws, sampling, keys, purpose))
 
-    whole, result = type(rule) is Block, verdict(draft)
+    whole, result = type(rule) is Block, empty_verdict(draft)
     K = 1 if whole else nodes.children.shape[-1]
     ok, notes = keys.new_empty(B, N, dtype=torch.int32), laws.new_empty(B, N, K, 4)
     drafted = rows if q is None else q
-    given, warm = (rows, laws, drafted), (rows.stride(0), by_temperature(sampling))
+    given, warm = (rows, laws, drafted), (rows.stride(0), logit_scale(sampling))
     lenience, ended = float(getattr(rule, "lenience", 1)), counters(laws.device, B * (N + 1))
-    size = sizes(draft)
-    tile = split(V) | {"N": N, "DRAWN": q is not None}
+    size = tree_sizes(draft)
+    tile = block_sizes(V) | {"N": N, "DRAWN": q is not None}
     blocks, ends = tile["COUNT"], ok.new_empty(B, 4)
-    judging = *given, tokens, keys, ok, notes, laws.new_empty(B * N, blocks, 2), ended
-    ending = (
+    args = *given, tokens, keys, ok, notes, laws.new_empty(B * N, blocks, 2), ended
+    end_args = (
         ended[B * N :], nodes.depth, nodes.ancestors, ends, result.path, result.n, result.new,
         shared(nodes.depth), shared(nodes.ancestors),
     )  # fmt: skip
     if whole:
-        weigh_prefixes[B,](
+        prefix_weights_kernel[B,](
             *given, tokens, notes, *warm, num_warps=1, N=N, WIDE=size["WIDE"], V=V, COUNT=blocks,
             DRAWN=q is not None,
         )  # fmt: skip
-        judge_prefix[B * N, blocks](*judging, *warm, noise.salt(ACCEPT), *ending, **tile | size)
+        accept_prefix_kernel[B * N, blocks](
+            *args, *warm, noise.salt(ACCEPT), *end_args, **tile | size
+        )
     for rank in range(0 if whole else K):
-        try_child[B * N, blocks if rank else 1](
-            *judging, nodes.children, shared(nodes.children), rank, *warm, lenience,
-            noise.salt(ACCEPT), *ending, K=K, **tile | size,
+        accept_child_kernel[B * N, blocks if rank else 1](
+            *args, nodes.children, shared(nodes.children), rank, *warm, lenience,
+            noise.salt(ACCEPT), *end_args, K=K, **tile | size,
         )  # fmt: skip
-    draw_last[B, blocks](
+    bonus_kernel[B, blocks](
         *given, keys, notes, ends, ok.new_empty(B, blocks, 2), ended, result.new, *warm, lenience,
         noise.salt(RESIDUAL), D=size["D"], K=K, LEVELS=size["LEVELS"], **tile,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Draws from a distribution, which may be known by logits alone.
 
-The noise is that of `Noise`, to the bit up to its logarithm, and to a few last places after it. A
-row's vocabulary is split into parts, so that one row keeps a GPU busy too. Of equals the lowest
-token wins, as in the references.
+The noise is that of `Noise`: uniforms to the bit, arrival times to a few last places. A program
+owns a block of a row [rows, V], so that one row keeps a GPU busy too, and puts the block's best to
+`bests` [rows, COUNT, 2]; the last one of a row to finish takes the best of these. Of equals the
+lowest token wins, as in the references. Those write noise for all tokens; here none is written.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from specexp.fast.gpu.laws import (
     BITS,
     BLOCK,
     MANY,
-    by_temperature,
+    all_zero,
+    block_sizes,
     counters,
     is_last,
-    split,
+    logit_scale,
     weight,
-    worthless,
 )
 from specexp.sampling import Noise, Sampling
 
@@ -62,7 +63,8 @@ def arrival(key, salt, lane):
 
 
 @triton.jit
-def noisy(w, keys, out, salt, n, keys_b, keys_n, V: tl.constexpr, BLOCK: tl.constexpr):
+def race_kernel(w, keys, out, salt, n, keys_b, keys_n, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Noise.race: out [rows, V] = w / arrival times."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + row // n * keys_b + row % n * keys_n)
@@ -78,85 +80,87 @@ def best_of(value, token):
 
 
 @triton.jit
-def leave(bests, block, value, token):
-    """Write the best of a block to `bests` [blocks, 2] of a row; as an integer, in whose order
-    floats are from 0 on."""
+def put_best(bests, block, value, token):
+    """Write the largest value of a block, and its token, to a row's `bests`; as an integer, whose
+    order is that of floats from 0 on."""
     most, winner = best_of(value, token)
     tl.store(bests + block * 2, most.to(tl.int32, bitcast=True))
     tl.store(bests + block * 2 + 1, winner)
 
 
 @triton.jit
-def pass_over(bests, block):
-    """`leave` nothing of a block."""
+def put_none(bests, block):
+    """`put_best` of a block that has no token to offer."""
     tl.store(bests + block * 2, -0x80000000)
     tl.store(bests + block * 2 + 1, 0)
 
 
 @triton.jit
-def best_left(bests, blocks, ROOM: tl.constexpr):
-    """The best of what all programs of a row have left, and its token."""
+def best_put(bests, blocks, ROOM: tl.constexpr):
+    """The largest value that the programs of a row have put, and its token."""
     block = tl.arange(0, ROOM)
     most = tl.load(bests + block * 2, block < blocks, -0x80000000, cache_modifier=".cg")
     return best_of(most, tl.load(bests + block * 2 + 1, block < blocks, 0, cache_modifier=".cg"))
 
 
 @triton.jit
-def pick(
+def draw_kernel(
     w, laws, keys, bests, out, ended, salt, n, keys_b, keys_n, stride, scale,
     V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
-    SHAPED: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """A token of every row by its weights or, SHAPED, by its logits and law; any of the vocabulary
-    if they are NaN."""
+    """Noise.categorical: to out [rows], a token of every row by its weights w [rows, V]; BY_LOGITS,
+    by logits w and their `laws`; any of the vocabulary if those are NaN."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bests += row * COUNT * 2
     skip = block < 0
-    if SHAPED:
-        skip = worthless(laws, row, block, scale, COUNT)
+    if BY_LOGITS:
+        skip = all_zero(laws, row, block, scale, COUNT)
     if skip:
-        pass_over(bests, block)
+        put_none(bests, block)
     else:
         token = block * BLOCK + tl.arange(0, BLOCK)
         its = tl.load(w + row * stride + token, token < V, other=0.0).to(tl.float32)
-        if SHAPED:  # p but for its scale
+        if BY_LOGITS:  # p but for its scale
             its = weight(its, token, laws + row * (4 + COUNT), scale)
         key = tl.load(keys + row // n * keys_b + row % n * keys_n)
-        leave(bests, block, tl.where(token < V, its / arrival(key, salt, token), -1.0), token)
+        put_best(bests, block, tl.where(token < V, its / arrival(key, salt, token), -1.0), token)
     if is_last(ended, row, COUNT):
-        winner = best_left(bests, COUNT, ROOM)[1]
+        winner = best_put(bests, COUNT, ROOM)[1]
         tl.store(out + row, tl.minimum(winner, V - 1).to(tl.int64))
 
 
 @triton.jit
-def lead(
+def likeliest_kernel(
     w, bests, out, ended, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The token with the largest of every row of w; a NaN is above all."""
+    """sampling.likeliest: to out [rows], the token with the largest w of every row; a NaN is above
+    all."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(w + row * V + token, token < V, other=0.0).to(tl.float32)
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: there are two zeros
     order = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     bests += row * COUNT * 2
-    leave(bests, block, tl.where(token < V, order, -0x80000000), token)
+    put_best(bests, block, tl.where(token < V, order, -0x80000000), token)
     if is_last(ended, row, COUNT):
-        tl.store(out + row, best_left(bests, COUNT, ROOM)[1].to(tl.int64))
+        tl.store(out + row, best_put(bests, COUNT, ROOM)[1].to(tl.int64))
 
 
-def plain(*weights: Tensor) -> bool:
+def floats(*weights: Tensor) -> bool:
     """Whether these are float32, contiguous and not empty."""
     return all(w.dtype == torch.float32 and w.is_contiguous() and w.numel() for w in weights)
 
 
-def addressed(w: Tensor, keys: Tensor) -> bool:
-    """Whether keys [n] or [B, n] are those of w [..., V]."""
-    return w.shape[:-1] == keys.shape and 0 < keys.dim() < 3
+def drawable(noise: Noise, w: Tensor, keys: Tensor) -> bool:
+    """Whether the kernels draw by weights w [..., V], of keys [n] or [B, n]."""
+    one_each = w.shape[:-1] == keys.shape and keys.dim() in (1, 2)
+    return type(noise) is Noise and floats(w) and one_each
 
 
-def places(keys: Tensor) -> tuple[int, int, int]:
-    """Keys in a row, and the strides of keys [n] or [B, n]."""
+def key_layout(keys: Tensor) -> tuple[int, int, int]:
+    """n, and both strides, of keys [n] or [B, n]."""
     return keys.shape[-1], keys.stride(0) if keys.dim() > 1 else 0, keys.stride(-1)
 
 
@@ -165,41 +169,41 @@ def likeliest(w: Tensor) -> Tensor:
         return NotImplemented
     tokens = torch.empty(w.shape[:-1], dtype=torch.int64, device=w.device)
     rows = tokens.numel()
-    tile = split(w.shape[-1], 4 if rows >= MANY else 1)
+    tile = block_sizes(w.shape[-1], 4 if rows >= MANY else 1)
     bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
-    lead[rows, tile["COUNT"]](
+    likeliest_kernel[rows, tile["COUNT"]](
         w, bests, tokens, counters(w.device, rows), num_warps=8 if rows >= MANY else 4, **tile
     )
     return tokens
 
 
 def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
-    if type(self) is not Noise or not plain(w) or not addressed(w, keys):
+    if not drawable(self, w, keys):
         return NotImplemented
     weights, V = torch.empty_like(w), w.shape[-1]
-    noisy[keys.numel(), triton.cdiv(V, BLOCK)](
-        w, keys, weights, self.salt(purpose), *places(keys), V=V, BLOCK=BLOCK
+    race_kernel[keys.numel(), triton.cdiv(V, BLOCK)](
+        w, keys, weights, self.salt(purpose), *key_layout(keys), V=V, BLOCK=BLOCK
     )
     return weights
 
 
 def categorical(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
-    if type(self) is not Noise or not plain(w) or not addressed(w, keys):
+    if not drawable(self, w, keys):
         return NotImplemented
-    return drawn(self, w, None, Sampling(), keys, purpose)
+    return draw(self, w, None, Sampling(), keys, purpose)
 
 
-def drawn(
+def draw(
     noise: Noise, w: Tensor, laws: Tensor | None, sampling: Sampling, keys: Tensor, purpose: int
 ) -> Tensor:
     """Tokens by weights w, or by logits w [..., V] and their laws."""
     rows = keys.numel()
-    tile = split(w.shape[-1])
+    tile = block_sizes(w.shape[-1])
     bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
-    pick[rows, tile["COUNT"]](
+    draw_kernel[rows, tile["COUNT"]](
         w, w if laws is None else laws, keys, bests, tokens, counters(w.device, rows),
-        noise.salt(purpose), *places(keys), w.stride(-2),
-        by_temperature(sampling) if sampling.temperature else 1.0, SHAPED=laws is not None, **tile,
+        noise.salt(purpose), *key_layout(keys), w.stride(-2),
+        logit_scale(sampling) if sampling.temperature else 1.0, BY_LOGITS=laws is not None, **tile,
     )  # fmt: skip
     return tokens
