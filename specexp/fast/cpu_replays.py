@@ -30,8 +30,8 @@ from specexp.recording import Recorder, Reports, reaches_host, recorder_for
 T = TypeVar("T")
 
 OUT_OF_RANGE = "a token or a slot is out of range"
-AWAY_S = 0.05  # longest time in one call, during which Python handles no interrupt
-MOST = 32 << 20  # bytes kept per replay; in larger rounds the time Python takes does not matter
+MAX_CALL_S = 0.05  # in one call, during which Python handles no interrupt
+MAX_BYTES = 32 << 20  # of results per replay; in larger rounds Python's own time does not matter
 
 
 class Operation(NamedTuple):
@@ -63,10 +63,10 @@ class Operation(NamedTuple):
 
     @property
     def uninitialised(self) -> bool:
-        """Whether its result is uninitialised memory."""
+        """Whether its result is memory that nothing has written yet."""
         return self.func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
 
-    def again(self) -> Callable[[], Any]:
+    def replay(self) -> Callable[[], Any]:
         """A call that runs it again and writes into the same result."""
         func, args, kwargs, results = self.func, self.args, self.kwargs, [*_tensors(self.result)]
         if self.writes and self.writes >= _memory(results):
@@ -90,10 +90,11 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 
 def _memory(x: Any) -> set[int]:
+    """The addresses of the memory of its tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in _tensors(x)}
 
 
-Step: TypeAlias = build.Call | Operation
+Step: TypeAlias = build.CompiledCall | Operation
 
 
 class Recording(TorchDispatchMode):
@@ -117,7 +118,7 @@ class Recording(TorchDispatchMode):
         if self.whole and not step.is_view:
             self.steps.append(step)
             self.memory += sum(x.nbytes for x in _tensors(result))
-            if self.memory > MOST:
+            if self.memory > MAX_BYTES:
                 self.not_replayable(func)
         return result
 
@@ -130,18 +131,18 @@ class Recording(TorchDispatchMode):
 def recording() -> Iterator[Recording]:
     """Records what runs meanwhile in this thread: torch's operations and compiled calls."""
     recorded = Recording()
-    before, build.here.calls = build.here.calls, recorded.steps
+    before, build.this_thread.calls = build.this_thread.calls, recorded.steps
     try:
         with recorded:
             yield recorded
     finally:
-        build.here.calls = before
+        build.this_thread.calls = before
 
 
-class _Compiled:
-    """Replays compiled calls. Keeps alive their arguments."""
+class _CompiledReplay:
+    """Runs compiled calls again, all in one call of C++. Keeps their arguments alive."""
 
-    def __init__(self, calls: Sequence[build.Call]) -> None:
+    def __init__(self, calls: Sequence[build.CompiledCall]) -> None:
         code = build.library()
         assert code is not None
         self.code, self.calls, self.count = code.rounds, calls, len(calls)
@@ -154,24 +155,27 @@ class _Compiled:
             raise IndexError(OUT_OF_RANGE)
 
     def rounds(self, most: int, report: Tensor) -> Reports:
+        """See `CpuTape.repeat`; the calls are those of a round."""
         (B, wide), begin = report.shape, time.perf_counter()
         reports = torch.empty(most, B, wide, dtype=report.dtype)
         seconds = torch.empty(most, dtype=torch.float64)
         addresses = (x.data_ptr() for x in (report, reports, seconds))
-        count = self.code.replay_rounds(self.count, self.first, most, AWAY_S, B, wide, *addresses)
+        count = self.code.replay_rounds(
+            self.count, self.first, most, MAX_CALL_S, B, wide, *addresses
+        )
         if count < 0:
             raise IndexError(OUT_OF_RANGE)
         ends = (begin + s for s in seconds[:count].tolist())
         return list(zip(reports[:count].tolist(), ends, strict=True))
 
 
-def again(steps: Sequence[Step]) -> Callable[[], Any] | None:
+def replay_of(steps: Sequence[Step]) -> Callable[[], Any] | None:
     """A function that runs these steps again; None if there is nothing to run."""
     todo: list[Callable[[], Any]] = []
     for operation, together in groupby(changing(steps), lambda step: isinstance(step, Operation)):
         part: list[Any] = list(together)
-        todo += [step.again() for step in part] if operation else [_Compiled(part)]
-    if len(todo) == 1 and isinstance(todo[0], _Compiled):
+        todo += [step.replay() for step in part] if operation else [_CompiledReplay(part)]
+    if len(todo) == 1 and isinstance(todo[0], _CompiledReplay):
         return todo[0]
 
     @torch.inference_mode()
@@ -189,7 +193,7 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
     written = set[int]().union(*(step.writes for step in steps if isinstance(step, Operation)))
     constant: set[int] = set()
     for step in steps:
-        if isinstance(step, build.Call):
+        if isinstance(step, build.CompiledCall):
             yield step
         elif not step.uninitialised:
             result = _memory(step.result)
@@ -202,20 +206,20 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
 
 @kernel(recorder_for, "cpu")
 def replays_for(target: LM) -> Recorder:
-    """Replays, if the target's passes are compiled and SPECEXP_GRAPHS is not off."""
+    """Recordings, if the target's passes are compiled and SPECEXP_GRAPHS is not off."""
     if os.environ.get("SPECEXP_GRAPHS") == "off" or not isinstance(target.net, Native):
         return NotImplemented
-    return Recordings(Calls())
+    return Recordings(CpuTape())
 
 
-class Calls:
-    """The tape of a CPU: lists of compiled calls and torch's operations. Runs a function as a
-    warm-up, or records it. warm: warm-up calls before the recording. ahead: further replays that
-    may be running while the host reads a result."""
+class CpuTape:
+    """Records functions as lists of compiled calls and torch's operations. warm: calls before the
+    recording. ahead: further replays that may be running while the host reads a result."""
 
     warm, ahead = 1, 0
 
     def run(self, fn: Callable[[], T]) -> T:
+        """Call `fn` as a warm-up."""
         return fn()
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
@@ -225,9 +229,9 @@ class Calls:
         recorded."""
         with recording() as recorded:
             result = fn()
-        return again(recorded.steps) if recorded.whole else None, result
+        return replay_of(recorded.steps) if recorded.whole else None, result
 
-    def repeat(self, again: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
-        """Replay a round up to `most` more times in one call, for at most AWAY_S, if it is one
+    def repeat(self, replay: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
+        """Replay a round up to `most` more times in one call, for at most MAX_CALL_S, if it is one
         compiled call; `report` is where it writes its report. Stops early when a row ends."""
-        return again.rounds(most, report) if most and isinstance(again, _Compiled) else []
+        return replay.rounds(most, report) if most and isinstance(replay, _CompiledReplay) else []

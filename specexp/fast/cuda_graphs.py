@@ -18,9 +18,9 @@ from specexp.recording import Recorder, Reports, recorder_for
 T = TypeVar("T")
 
 
-class Cuda:
-    """The tape of one device: captures graphs on a stream of its own. Graphs of one kind share a
-    memory pool."""
+class CudaTape:
+    """Records functions of one device as CUDA graphs, on a stream of its own; see `CpuTape`. Graphs
+    of one kind share a memory pool."""
 
     warm, ahead = 3, 1
 
@@ -62,13 +62,11 @@ class Cuda:
             graph.replay()
         return graph.replay, result
 
-    def repeat(self, again: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
+    def repeat(self, replay: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
         return []
 
 
-@cache
-def _tape(device: torch.device) -> Cuda:
-    return Cuda(device)
+_tape = cache(CudaTape)  # of a device
 
 
 def on(device: torch.device) -> Recordings | None:

@@ -35,5 +35,5 @@ def place_weights(module: Any) -> None:
 
 
 def _padded(p: torch.Tensor) -> int:
-    """Its bytes, in whole cache lines."""
+    """The bytes of p, rounded up to whole cache lines."""
     return -(-p.nbytes // LINE) * LINE

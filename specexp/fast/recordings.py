@@ -24,13 +24,13 @@ from specexp.tree import Tree
 
 if TYPE_CHECKING:
     from specexp.engine import Engine
-    from specexp.fast.cpu_replays import Calls
-    from specexp.fast.cuda_graphs import Cuda
+    from specexp.fast.cpu_replays import CpuTape
+    from specexp.fast.cuda_graphs import CudaTape
 
 log = logging.getLogger("specexp")
 T = TypeVar("T")
 
-MOST = 64  # recordings kept; the least recently used is dropped first
+MAX_RECORDINGS = 64  # recordings kept; the least recently used is dropped first
 
 
 class Refused(Exception):
@@ -39,24 +39,23 @@ class Refused(Exception):
 
 @dataclass
 class Replay:
-    """The recording of a function of tensors. It owns none of the memory it uses: `held` keeps
-    tensors alive that the caller may drop."""
+    """The recording of a function of tensors. It owns none of the memory it uses."""
 
-    calls: int = 0
-    again: Callable[[], Any] | None = None
-    refused: bool = False
-    inputs: tuple[Tensor, ...] = ()
-    held: tuple[Tensor | None, ...] = ()
-    result: Any = None
+    calls: int = 0  # before it was recorded
+    run: Callable[[], Any] | None = None  # replays it; None while it is not recorded
+    refused: bool = False  # it cannot be recorded
+    inputs: tuple[Tensor, ...] = ()  # where a replay reads its inputs
+    held: tuple[Tensor | None, ...] = ()  # kept alive, for the caller may drop them
+    result: Any = None  # where a replay writes its result
 
 
 class Recordings(Recorder):
-    """The recordings of one engine, each under its kind and a key: all it depends on."""
+    """The recordings of one engine, each under its kind (a stage) and a key: all it depends on."""
 
-    def __init__(self, tape: Calls | Cuda) -> None:
+    def __init__(self, tape: CpuTape | CudaTape) -> None:
         self.tape, self.warm, self.ahead = tape, tape.warm, tape.ahead
         self.replays: dict[tuple[Hashable, Hashable], Replay] = {}
-        self.latest: tuple[Any, Replay] = None, Replay()
+        self.latest: tuple[Any, Replay] = None, Replay()  # its kind and key, and it
         self.refused = False  # a recording failed, and none is tried again
 
     def start(
@@ -66,11 +65,11 @@ class Recordings(Recorder):
             return super().start(engine, seqs, tree, hold)
         key = _key(engine, seqs, tree)
         report = self.run("round", key, lambda: engine.round(seqs, tree), held=_memory(seqs))
-        wait, replay = _fetched(report), self.latest[1]
+        wait, replay = _fetch(report), self.latest[1]
 
         def reports() -> Reports:
             first = wait(), time.perf_counter()
-            return [first, *self.tape.repeat(replay.again, hold - 1, report)]
+            return [first, *self.tape.repeat(replay.run, hold - 1, report)]
 
         return reports
 
@@ -106,11 +105,11 @@ class Recordings(Recorder):
         shapes. `held`: tensors they use that must outlive the caller.
         """
         replay = self._replay((kind, key))
-        self.steady = replay.again is not None or self.refused or replay.refused
-        if replay.again is not None:
+        self.steady = replay.run is not None or self.refused or replay.refused
+        if replay.run is not None:
             for place, x in zip(replay.inputs, inputs, strict=True):
                 place.copy_(x)
-            replay.again()
+            replay.run()
             result: T = replay.result
             return result
         if self.steady:
@@ -120,24 +119,24 @@ class Recordings(Recorder):
             return self.tape.run(lambda: fn(*inputs))
         places = tuple(x.clone() for x in inputs)
         try:
-            replay.again, result = self.tape.record(lambda: fn(*places), kind)
+            replay.run, result = self.tape.record(lambda: fn(*places), kind)
         except Refused as e:
             self.refused = True
             log.warning("CUDA graphs are off for this engine, which makes it slower: %s", e)
             return fn(*inputs)
-        replay.refused = replay.again is None
-        if replay.again is not None:
+        replay.refused = replay.run is None
+        if replay.run is not None:
             replay.inputs, replay.held, replay.result = places, held, result
         return result
 
     def _replay(self, name: tuple[Hashable, Hashable]) -> Replay:
-        """The recording of this name, as the most recently used. The latest is remembered, because
-        comparing a name is faster than hashing it."""
+        """The replay of this kind and key, from now on the most recently used. `latest` is there
+        because comparing a key is faster than hashing it."""
         if name != self.latest[0]:
             replay = self.replays.pop(name, None) or Replay()
             self.replays[name] = replay
             self.latest = name, replay
-            if len(self.replays) > MOST:
+            if len(self.replays) > MAX_RECORDINGS:
                 del self.replays[next(iter(self.replays))]
         return self.latest[1]
 
@@ -147,19 +146,20 @@ class Recordings(Recorder):
 
 
 def _key(engine: Engine, seqs: Sequences, of: Hashable) -> Hashable:
-    """Whatever else a stage of a round depends on besides its inputs."""
+    """All that a stage of a round depends on besides its inputs: `of`, settings, and memory."""
     parts = engine.target, engine.drafter, engine.rule, engine.sampling, engine.rng
     caches = ((lm.net, lm.cache and lm.cache.mark) for lm in engine.models)
     return of, seqs.address, torch.get_num_threads(), *parts, engine.drafter.shaped_by, *caches
 
 
 def _memory(seqs: Sequences) -> tuple[Tensor | None, ...]:
+    """The tensors of `seqs` that a recorded round reads and writes."""
     return seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, seqs.budget
 
 
-def _fetched(x: Tensor) -> Callable[[], Any]:
-    """Start copying integers, which the next replay overwrites, to the host, ahead of anything
-    launched later. The returned function waits for the copy and gives it as nested lists."""
+def _fetch(x: Tensor) -> Callable[[], Any]:
+    """Start copying integers to the host, before a later replay overwrites them. The returned
+    function waits for the copy and gives it as nested lists."""
     if not x.is_cuda:
         rows = x.tolist()
         return lambda: rows

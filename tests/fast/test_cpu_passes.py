@@ -99,7 +99,7 @@ def test_padded_vocabulary_adds_no_step_to_a_round(kind):
     assert padded.target.net.fused.head.data_ptr() == whole.target.module.lm_head.weight.data_ptr()
     made = padded.generate(PROMPTS, NEW)
     if kind == "null":
-        assert isinstance(padded.recorder.latest[1].again, cpu_replays._Compiled)
+        assert isinstance(padded.recorder.latest[1].run, cpu_replays._CompiledReplay)
     assert max(map(max, made.tokens)) < 26
     plain = padded.plain()
     plain = Engine.of(plain, target=unfused(plain.target.module))

@@ -101,7 +101,7 @@ def test_a_policy_that_holds_is_not_asked_again(kind, context):
 
 
 def test_nobody_is_kept_waiting_for_rounds_that_take_long(monkeypatch):
-    monkeypatch.setattr(cpu_replays, "AWAY_S", 0.0)
+    monkeypatch.setattr(cpu_replays, "MAX_CALL_S", 0.0)
     made = fast("null", "empty")
     made.generate(PROMPTS, LONG)
     made.policy, Asked.times = Asked(made.policy.tree), 0
@@ -206,7 +206,7 @@ class Hears(Fixed):
     def check(self, pairing) -> None:
         """The first of a kind, which are recorded or prepare that, are not told; all are, where
         none is recorded."""
-        cold = [None] * (cpu_replays.Calls.warm + 1) if pairing is fast else []
+        cold = [None] * (cpu_replays.CpuTape.warm + 1) if pairing is fast else []
         assert self.times[: len(cold)] == cold
         assert len(self.times) == 20
         assert all(self.times[len(cold) :])
@@ -236,7 +236,7 @@ def test_round_without_draft_makes_the_calls_of_plain_decoding():
         seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=5))
         for _ in range(4):
             made.run(seqs, TREES["empty"])
-        found.append([call.function for call in made.recorder.latest[1].again.calls])
+        found.append([call.function for call in made.recorder.latest[1].run.calls])
     assert found[0] == found[1]
     assert len(found[0]) > 5
 
@@ -247,10 +247,10 @@ def test_round_without_draft_makes_the_calls_of_plain_decoding():
 @torch.inference_mode()
 def tried(fn) -> bool:
     """Whether a function is replayed, tried three times."""
-    known = Recordings(cpu_replays.Calls())
+    known = Recordings(cpu_replays.CpuTape())
     for _ in range(3):
         known.run("this", 0, fn)
-    return known.latest[1].again is not None
+    return known.latest[1].run is not None
 
 
 def test_what_reaches_the_host_is_not_replayed():
@@ -306,10 +306,10 @@ RECKONED = [
 @torch.inference_mode()
 def test_what_torch_reckons_is_reckoned_again(case):
     x = torch.arange(4.0)
-    again, made = cpu_replays.Calls().record(lambda: case.plainly(x), None)
+    replay, made = cpu_replays.CpuTape().record(lambda: case.plainly(x), None)
     for _ in range(3):
         x.copy_(torch.randn(4).abs() * 3)
-        again()
+        replay()
         assert torch.equal(made, case.plainly(x))
     with cpu_replays.recording() as noted:
         case.plainly(x)
@@ -319,9 +319,9 @@ def test_what_torch_reckons_is_reckoned_again(case):
 @torch.inference_mode()
 def test_chance_falls_anew():
     torch.manual_seed(0)
-    again, made = cpu_replays.Calls().record(lambda: torch.rand(8) + 1, None)
+    replay, made = cpu_replays.CpuTape().record(lambda: torch.rand(8) + 1, None)
     before = made.clone()
-    again()
+    replay()
     assert (made != before).all()
 
 
@@ -329,15 +329,15 @@ def test_torch_operations_replay_outside_inference_mode():
     x = torch.arange(4.0)
     for fn in (lambda: x + 1, lambda: (x + 1) * 2):
         with torch.inference_mode():
-            again, made = cpu_replays.Calls().record(fn, None)
+            replay, made = cpu_replays.CpuTape().record(fn, None)
         x.add_(1)
-        again()
+        replay()
         assert torch.equal(made, fn())
 
 
 def test_what_takes_much_room_is_not_kept(monkeypatch):
     made = fast("model", "chain")
-    monkeypatch.setattr(cpu_replays, "MOST", 1000)
+    monkeypatch.setattr(cpu_replays, "MAX_BYTES", 1000)
     made.generate(PROMPTS, LONG)
     assert "round" not in recorded(made)
 
@@ -381,7 +381,7 @@ def test_a_pass_in_another_thread_is_not_noted():
     with torch.inference_mode(), cpu_replays.recording() as noted:
         made.round(seqs, TREES["empty"])
     assert len(noted.steps) == count
-    assert build.here.calls is None
+    assert build.this_thread.calls is None
 
 
 @pytest.mark.parametrize("slot", [-1, 99])

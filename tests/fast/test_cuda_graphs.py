@@ -19,8 +19,8 @@ from specexp.drafters.recycle import Recycle
 from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits
 from specexp.fast import cuda_graphs
-from specexp.fast.cuda_graphs import Cuda
-from specexp.fast.recordings import MOST, Recordings, Refused
+from specexp.fast.cuda_graphs import CudaTape
+from specexp.fast.recordings import MAX_RECORDINGS, Recordings, Refused
 from specexp.measure.exactness import certify, compare
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
@@ -361,7 +361,7 @@ def test_a_cache_has_gone_when_room_for_a_larger_one_is_counted(kind, recorded, 
 def test_nothing_is_replayed_in_memory_that_is_gone():
     made = taped(engine("null", "empty"))
     seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=1))
-    for _ in range(Cuda.warm + 3):
+    for _ in range(CudaTape.warm + 3):
         made.run(seqs, TREES["empty"])
     assert made.recorder.tape.replays == 2
     made.plain().rows.allocate(len(PROMPTS), 99)  # the target is theirs, too
@@ -478,12 +478,12 @@ def test_first_calls_run_eagerly_and_least_recent_is_dropped():
     for i in range(1, 9):
         made = kept.run("add", 0, add, torch.full((3,), float(i)))
         assert made.tolist() == [i * (i + 1) / 2] * 3
-    assert len(called) == Cuda.warm + 1
-    for key in range(1, MOST + 1):
+    assert len(called) == CudaTape.warm + 1
+    for key in range(1, MAX_RECORDINGS + 1):
         kept.run("add", key, add, torch.zeros(3))
     for _ in range(2):
         kept.run("add", 0, add, torch.zeros(3))
-    assert len(kept.replays) == MOST
+    assert len(kept.replays) == MAX_RECORDINGS
 
 
 def test_on_a_cpu_functions_stay_what_they_are():
@@ -520,7 +520,7 @@ def test_a_graph_shares_memory_only_with_a_graph_that_is_alive(monkeypatch):
     fakes |= dict.fromkeys(("Stream", "stream", "device"), lambda _: nullcontext())
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    cuda = Cuda(torch.device("cuda"))
+    cuda = CudaTape(torch.device("cuda"))
 
     def record(kind, fn=int):
         return cuda.record(fn, kind)[0]
@@ -540,7 +540,7 @@ def test_a_graph_shares_memory_only_with_a_graph_that_is_alive(monkeypatch):
 
 @pytest.mark.cuda
 def test_graphs_are_captured_again_after_all_are_dropped():
-    recorder, kept = Cuda(torch.device("cuda")), []
+    recorder, kept = CudaTape(torch.device("cuda")), []
     for _ in range(2):
         x = torch.zeros(4, device="cuda")
         again, made = recorder.record(lambda x=x: x + 1, "round")
@@ -559,4 +559,4 @@ def test_captured_is_replayed_on_a_gpu():
 
     run = cuda_graphs.capture(fn, x.device)
     assert [float(run()) for _ in range(9)] == [4.0 * i for i in range(1, 10)]
-    assert len(called) == Cuda.warm + 1
+    assert len(called) == CudaTape.warm + 1

@@ -135,7 +135,7 @@ def speaks(drafter: str, temperature: float, device: torch.device) -> dict[str, 
     replays = recorder.replays.values() if isinstance(recorder, Recordings) else ()
     return {
         "acceptance": made.trace.acceptance.rate,
-        "recorded": sum(replay.again is not None for replay in replays),
+        "recorded": sum(replay.run is not None for replay in replays),
     }
 
 

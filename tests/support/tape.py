@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from specexp.engine import Engine
 from specexp.fast import cuda_graphs
-from specexp.fast.cpu_replays import Recording, again
+from specexp.fast.cpu_replays import Recording, replay_of
 from specexp.fast.fused_eagle import FusedEagle
 from specexp.fast.recordings import Recordings, Refused
 from specexp.recording import Recorder
@@ -49,9 +49,9 @@ class Tape:
     def record(self, fn, kind):
         with operations() as noted:
             made = fn()
-        return again(noted.steps), made
+        return replay_of(noted.steps), made
 
-    def repeat(self, again, most, report):
+    def repeat(self, replay, most, report):
         return []
 
 
@@ -66,16 +66,16 @@ class Counted:
         return self.inner.run(fn)
 
     def record(self, fn, kind):
-        again, made = self.inner.record(fn, kind)
+        replay, made = self.inner.record(fn, kind)
         self.recorded.append(kind)
 
         def counted():
             self.replays += 1
-            again()
+            replay()
 
         return counted, made
 
-    def repeat(self, again, most, report):
+    def repeat(self, replay, most, report):
         return []
 
 
@@ -109,4 +109,4 @@ def unrecorded(engine: Engine) -> Engine:
 def recorded(engine: Engine) -> set[Any]:
     """The kinds of which something is recorded."""
     replays = getattr(engine.recorder, "replays", {})
-    return {kind for (kind, _), replay in replays.items() if replay.again}
+    return {kind for (kind, _), replay in replays.items() if replay.run}

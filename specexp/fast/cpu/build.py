@@ -29,12 +29,12 @@ from torch import Tensor
 log = logging.getLogger("specexp")
 
 FOLDER = Path(__file__).parent
-# Of products that are added, all are fused: tuned for some processors, gcc would leave out those of
-# tight loops alone, and a token's sums would depend on the tokens beside it.
-FUSED = "-ffp-contract=fast", "--param=avoid-fma-max-bits=0"
-FLAGS = ("-std=c++17", "-O3", "-march=native", *FUSED, "-fopenmp", "-shared", "-fPIC")
-LONGEST_S = 300
-FUNCTIONS = {
+# Every product that is added is a fused multiply-add: for some processors gcc would leave it out in
+# tight loops, and a token's sums would depend on the tokens beside it.
+MULTIPLY_ADD = "-ffp-contract=fast", "--param=avoid-fma-max-bits=0"
+FLAGS = ("-std=c++17", "-O3", "-march=native", *MULTIPLY_ADD, "-fopenmp", "-shared", "-fPIC")
+LONGEST_S = 300  # for one file
+FUNCTIONS = {  # by the file that has them
     "passes": ("product_float32", "product_bfloat16"),
     "rounds": (
         "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
@@ -50,16 +50,16 @@ WAITING = (
 )
 
 
-class Here(threading.local):
+class ThisThread(threading.local):
     """`calls`: a list to which this thread's calls of compiled functions are appended, or None."""
 
     calls: list[Any] | None = None
 
 
-here = Here()
+this_thread = ThisThread()
 
 
-class Call(NamedTuple):
+class CompiledCall(NamedTuple):
     """A call of a compiled function: its address, and its arguments as numbers and as objects."""
 
     function: int
@@ -77,13 +77,14 @@ class Function:
 
     def __call__(self, *arguments: Any) -> bool:
         numbers = (c_int64 * len(arguments))(*map(_number, arguments))
-        if here.calls is not None:
-            here.calls.append(Call(self.address, numbers, arguments))
+        if this_thread.calls is not None:
+            this_thread.calls.append(CompiledCall(self.address, numbers, arguments))
         done: bool = self.code(numbers)
         return done
 
 
 def _number(x: Any) -> int:
+    """How an argument is passed: a number, or its address."""
     if isinstance(x, Tensor):
         return x.data_ptr()
     if isinstance(x, float):
@@ -101,7 +102,7 @@ def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
 
 
 class Library(NamedTuple):
-    """The files of code, and their functions by name."""
+    """The compiled files, and the functions of all of them by name."""
 
     passes: CDLL
     rounds: CDLL
@@ -117,8 +118,7 @@ def library() -> Library | None:
 
 
 def state() -> str:
-    """Whether there is compiled code, its compiler and the first digits of its digest, or why there
-    is none, in words."""
+    """In words: the compiled code's compiler, instructions and digest, or why there is none."""
     if off():
         return "off by SPECEXP_NATIVE: torch's operations"
     if compiler() is None:
@@ -169,7 +169,7 @@ def _loaded() -> Library | None:
 
 
 def functions() -> Any:
-    """The compiled functions besides passes; there must be compiled code."""
+    """The compiled functions by name, but for whole passes; None if there is no compiled code."""
     code = _loaded()
     return code and code.functions
 
@@ -185,7 +185,7 @@ def _command() -> list[str]:
 
 
 def _file(source: Path) -> Path:
-    """Where the shared library of this source is, for this compiler and processor."""
+    """Where the shared library of this source belongs, for this compiler and processor."""
     texts = (text.read_bytes() for text in (source, *sorted(source.parent.glob("*.h"))))
     parts = *texts, repr(_command()).encode(), _processor().encode()
     name = f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"

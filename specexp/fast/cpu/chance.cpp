@@ -20,15 +20,16 @@ static inline vec arrival(vec u) {
 constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers worth several threads; numbers per task
 constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15;
 
-static inline uint64_t mixed(uint64_t x) {
+// sampling.mix
+static inline uint64_t mix(uint64_t x) {
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
     x = (x ^ x >> 27) * 0x94d049bb133111eb;
     return x ^ x >> 31;
 }
 
-// Uniform noise of a lane at an address.
+// The uniform of a lane at an address; Noise.uniform.
 static inline float uniform(uint64_t at, uint64_t lane) {
-    return ((float)(int64_t)(mixed(at + lane * GOLDEN) & INT64_MAX) + 0.5f) * 0x1p-63f;
+    return ((float)(int64_t)(mix(at + lane * GOLDEN) & INT64_MAX) + 0.5f) * 0x1p-63f;
 }
 
 // Loads up to a vector of numbers, padded with `none`; `put` stores them.
@@ -59,7 +60,9 @@ static float scaled(int64_t size, float *w) {
     return total;
 }
 
-static void shape(int64_t size, int64_t top_k, float temperature, float top_p, const float *x, float *p) {
+// p [size]: Sampling.law of logits x.
+static void filtered_softmax(int64_t size, int64_t top_k, float temperature, float top_p,
+                             const float *x, float *p) {
     const float most = x[largest(x, size)];
     for (int64_t i = 0; i < size; i++) p[i] = (x[i] - most) / temperature;
     float least = -INFINITY;
@@ -90,10 +93,10 @@ static void law(int64_t rows, int64_t size, int64_t threads, int64_t top_k, floa
                 float top_p, const float *logits, float *p) {
 #pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
     for (int64_t i = 0; i < rows * size; i += size)
-        shape(size, top_k, temperature, top_p, logits + i, p + i);
+        filtered_softmax(size, top_k, temperature, top_p, logits + i, p + i);
 }
 
-// out = w / arrival times, for the lanes from..to-1.
+// out = w / arrival times, for lanes from..to-1: the token of the largest is drawn by w.
 static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, float *out) {
     for (int64_t i = from; i < to; i += LANES) {
         vec u;
@@ -103,30 +106,31 @@ static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, floa
     }
 }
 
-// keys [rows / n, n] with row stride `down`.
+// Noise.race; keys [rows / n, n] with row stride `down`.
 static void race(int64_t rows, int64_t n, int64_t down, int64_t size, int64_t threads,
                  uint64_t salt, const int64_t *keys, const float *w, float *out) {
     const int64_t lumps = (size + LUMP - 1) / LUMP;
 #pragma omp parallel for num_threads(threads) if (rows * size > MUCH)
     for (int64_t i = 0; i < rows * lumps; i++) {
         const int64_t row = i / lumps, from = i % lumps * LUMP, key = keys[row / n * down + row % n];
-        run_race(from, std::min(from + LUMP, size), mixed(key + salt), w + row * size, out + row * size);
+        run_race(from, std::min(from + LUMP, size), mix(key + salt), w + row * size, out + row * size);
     }
 }
 
+// Noise.keys.
 static void addresses(int64_t rows, int64_t n, int64_t shared, int64_t by_round,
                       const int64_t *stream, const int64_t *length, const int64_t *depth,
                       int64_t *out) {
     for (; rows--; depth += shared ? 0 : n) {
-        const uint64_t root = mixed(*stream++) + *length++;
-        for (int64_t i = 0; i < n; i++) *out++ = mixed((by_round ? mixed(root) : root) + depth[i]);
+        const uint64_t root = mix(*stream++) + *length++;
+        for (int64_t i = 0; i < n; i++) *out++ = mix((by_round ? mix(root) : root) + depth[i]);
     }
 }
 
 // A row's draft, its p and q [nodes, size] (q or null), and its verdict; room: [4, size].
-struct Judged {
+struct DraftRow {
     int64_t nodes, size, places, width;
-    uint64_t accept, residual; // the salts of the two purposes
+    uint64_t accept_salt, residual_salt; // of the noise for the two purposes
     float lenience;
     const int64_t *tokens, *children, *keys;
     const float *p, *q;
@@ -135,7 +139,7 @@ struct Judged {
 
     const float *p_at(int64_t node) const { return p + node * size; }
     const float *q_at(int64_t node) const { return q ? q + node * size : nullptr; }
-    float coin(int64_t node, int64_t lane) const { return uniform(mixed(keys[node] + accept), lane); }
+    float coin(int64_t node, int64_t lane) const { return uniform(mix(keys[node] + accept_salt), lane); }
 
     // The distribution x was drawn from: q, or a one-hot; zeros if there is no draft token.
     const float *drawn(const float *q, int64_t x) const {
@@ -145,36 +149,37 @@ struct Judged {
         return room;
     }
 
-    // rest = (owed * law - lenience * drawn)+
-    void uncovered(float owed, const float *law, const float *drawn, float *rest) const {
+    // rest = (owed * law - lenience * drawn)+, a residual that is not normalised
+    void subtract(float owed, const float *law, const float *drawn, float *rest) const {
         for (int64_t i = 0; i < size; i++)
             rest[i] = std::max(owed * law[i] - lenience * drawn[i], 0.0f);
     }
 
     void keep(int64_t count, int64_t node) const { path[count] = node, out[count - 1] = tokens[node]; }
 
+    // Draws the bonus token after `count` accepted ones, by this distribution.
     void end(int64_t count, const float *law) const {
-        run_race(0, size, mixed(keys[path[count]] + residual), law, room);
+        run_race(0, size, mix(keys[path[count]] + residual_salt), law, room);
         std::fill(out + count, out + places, largest(room, size));
         std::fill(path + count, path + places, path[count]);
         *n = count;
     }
 };
 
-// The accepted child of a node, or 0; `left`: the residual after the rejected children.
-static int64_t taken(const Judged &row, int64_t node, const float *&left) {
+// The accepted child of a node, or 0; `rest_of_p`: the residual after the rejected children.
+static int64_t accepted_child(const DraftRow &row, int64_t node, const float *&rest_of_p) {
     const int64_t size = row.size, *children = row.children + node * row.width;
     float *rest = row.room + size, *spare = rest + size, *others = spare + size;
     const float *q = row.q_at(node);
-    left = row.p_at(node);
+    rest_of_p = row.p_at(node);
     for (int64_t rank = 0; rank < row.width; rank++) {
         const int64_t child = children[rank], x = child < 0 ? -1 : row.tokens[child];
         if (x < 0) continue;
         const float chance = q && q[x] > 0 ? q[x] : 1;
-        if (row.coin(node, rank) <= left[x] / (row.lenience * chance)) return child;
+        if (row.coin(node, rank) <= rest_of_p[x] / (row.lenience * chance)) return child;
         const float *drawn = row.drawn(q, x);
-        row.uncovered(1, left, drawn, spare);
-        if (scaled(size, spare) > 0) left = spare, std::swap(rest, spare);
+        row.subtract(1, rest_of_p, drawn, spare);
+        if (scaled(size, spare) > 0) rest_of_p = spare, std::swap(rest, spare);
         if (!q || rank + 1 == row.width) continue;
         q = std::copy_n(drawn, size, others) - size;
         others[x] = 0;
@@ -183,14 +188,15 @@ static int64_t taken(const Judged &row, int64_t node, const float *&left) {
     return 0;
 }
 
-static void reject(const Judged &row) {
-    const float *left;
+static void reject(const DraftRow &row) {
+    const float *rest_of_p;
     int64_t count = row.path[0] = 0;
-    while (const int64_t child = taken(row, row.path[count], left)) row.keep(++count, child);
-    row.end(count, left);
+    while (const int64_t child = accepted_child(row, row.path[count], rest_of_p))
+        row.keep(++count, child);
+    row.end(count, rest_of_p);
 }
 
-static void block(const Judged &row) {
+static void block(const DraftRow &row) {
     float *rest = row.room + row.size, *spare = rest + row.size, owed = 1;
     const float *law = row.p;
     int64_t count = row.path[0] = 0;
@@ -198,7 +204,7 @@ static void block(const Judged &row) {
         const float *p = row.p_at(i);
         x = i + 1 < row.nodes ? row.tokens[i + 1] : -1;
         const float *drawn = row.drawn(row.q_at(i), x);
-        row.uncovered(owed, p, drawn, spare);
+        row.subtract(owed, p, drawn, spare);
         const float mass = scaled(row.size, spare), all = mass + 1 - owed;
         if (!i || row.coin(i - 1, 0) <= (all > 0 ? mass / all : 1)) {
             count = i, law = mass > 0 ? spare : p;
@@ -211,7 +217,7 @@ static void block(const Judged &row) {
 }
 
 // children [1 or rows, nodes, width]. Returns false if a draft token is not in the vocabulary.
-template <void (*rule)(const Judged &)>
+template <void (*rule)(const DraftRow &)>
 static bool judge(int64_t rows, int64_t nodes, int64_t size, int64_t places, int64_t width,
                   int64_t shared, int64_t threads, uint64_t accept, uint64_t residual,
                   float lenience, const int64_t *tokens, const int64_t *children,

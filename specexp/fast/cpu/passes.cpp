@@ -5,7 +5,7 @@
 // of a token are the same to the last bit however many tokens and rows share its pass.
 //
 // Weights, keys and values are of type `num`, float or bfloat16; all arithmetic in between is float.
-// __init__.py declares Layer, Net and Pass to Python.
+// passes.py declares Layer, Net and Pass to Python.
 
 #include "calls.h"
 #include "products.h"
@@ -17,12 +17,12 @@
 #include <optional>
 #include <vector>
 
-// Up to so many numbers every thread norms, or packs, all by itself: faster than a barrier.
-constexpr int64_t FEW = 1 << 12, SHORT = 1 << 16;
+// Up to so many numbers each thread norms, or packs, all of them for itself: faster than a barrier.
+constexpr int64_t NORMED_ALONE = 1 << 12, PACKED_ALONE = 1 << 16;
 
 template <typename num> struct Layer {
     const num *before, *after, *q_norm, *k_norm;          // the last two or null
-    const num *qkv, *out, *up, *down;                     // [outputs, inputs]
+    const num *qkv, *out, *up, *down; // [outputs, inputs]; `qkv` is q, k and v joined, `up` gate and up
     const num *qkv_bias, *out_bias, *up_bias, *down_bias; // or null
 };
 
@@ -57,7 +57,7 @@ template <typename num> struct Pass {
 
 // RMS norm (Zhang & Sennrich 2019).
 template <typename num, typename out>
-static void normed(const float *x, const num *weight, int64_t size, float eps, out *y) {
+static void rms_norm(const float *x, const num *weight, int64_t size, float eps, out *y) {
     float square;
     tile<1, 1, float>(x, size, x, nullptr, size, &square, 1, false);
     const float off = 1.0f / std::sqrt(square / size + eps);
@@ -114,9 +114,9 @@ static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, i
     }
 }
 
-// This thread's outputs of silu(gate) * up.
+// This thread's columns of y [rows, outputs] = silu(gate) * up.
 template <typename num>
-static void gated(int64_t rows, const float *gate, const float *up, int64_t outputs, num *y) {
+static void swiglu(int64_t rows, const float *gate, const float *up, int64_t outputs, num *y) {
     const Share mine(outputs, LANES);
     for (; rows; rows--, gate += outputs, up += outputs, y += outputs) {
         int64_t i = mine.from;
@@ -130,7 +130,7 @@ static void gated(int64_t rows, const float *gate, const float *up, int64_t outp
 
 // Rotary embedding of a head x; the two numbers of a pair are half a head apart.
 template <typename num>
-static void turned(const float *x, int64_t dim, const float *cosine, const float *sine, num *y) {
+static void rotate(const float *x, int64_t dim, const float *cosine, const float *sine, num *y) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i++) {
         narrow(x[i] * cosine[i] - x[i + half] * sine[i], y + i);
@@ -140,10 +140,10 @@ static void turned(const float *x, int64_t dim, const float *cosine, const float
 
 // --- a pass ---------------------------------------------------------------------------------------
 
-// The tokens that are not padding.
+// Which tokens of a pass are not padding.
 struct Kept {
     std::vector<int64_t> at, begins{0}; // their indices in [rows, n]; where each row's begin in `at`
-    std::vector<int64_t> read, written; // of those with logits: index in `at`, and in [rows, last]
+    std::vector<int64_t> read, written; // of those with logits: index in `at`; index in [rows, last]
 
     template <typename num> explicit Kept(const Pass<num> &p) {
         for (int64_t i = 0; i < p.rows * p.n; i++) {
@@ -157,17 +157,17 @@ struct Kept {
     }
 };
 
-// Scratch memory of a pass over R tokens.
+// Scratch memory of a pass over R tokens, in `p.room`.
 template <typename num> struct Room {
-    int64_t lot; // of `packed`, where each thread has its own
-    float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *some, *end;
-    num *read, *heads, *own, *packed; // each thread has its `own`, and its `packed` up to SHORT
+    int64_t lot; // numbers of a thread's own `packed`
+    float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *head_logits, *end;
+    num *read, *heads, *own, *packed; // each thread has its `own` and, up to PACKED_ALONE, its `packed`
 
     Room(const Net<num> &net, const Pass<num> &p) {
         const int64_t R = p.rows * p.n, half = net.dim / 2, wide = net.heads * net.dim;
         const int64_t most = std::max({net.width, wide, net.hidden, net.reads});
         const int64_t all = TILED<num> ? padded(R) * most : 0;
-        lot = std::min(all, SHORT);
+        lot = std::min(all, PACKED_ALONE);
         x = p.room;
         qkv = x + R * net.width;
         gate = qkv + R * (wide + 2 * net.keys * net.dim);
@@ -175,11 +175,11 @@ template <typename num> struct Room {
         cosines = up + R * net.hidden;
         sines = cosines + R * half;
         scores = sines + R * half;
-        some = scores + p.threads * TALL * (p.seen + LANES);
-        read = (num *)(some + (net.ids ? p.rows * p.last * net.vocab : 0));
+        head_logits = scores + p.threads * TALL * (p.seen + LANES);
+        read = (num *)(head_logits + (net.ids ? p.rows * p.last * net.vocab : 0));
         heads = read + R * most;
         own = heads + R * most;
-        packed = own + p.threads * std::min(R * net.width, FEW);
+        packed = own + p.threads * std::min(R * net.width, NORMED_ALONE);
         end = (float *)(packed + std::max(p.threads * lot, all)) + 1;
     }
 };
@@ -228,7 +228,7 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
         const float share = 1.0f / sum(total);
         for (j = 0; j < slots; j++) s[j] *= share;
     }
-    auto mixed = [&](auto C, int64_t c) { // the output's coordinates from c on, C vectors of them
+    auto weighted_sum = [&](auto C, int64_t c) { // of values: C vectors of coordinates, from c on
         vec acc[M][C];
         each<M>([&](auto i) { each<C>([&](auto u) { acc[i][u] = vec{}; }); });
         for (int64_t j = 0; j < slots; j++)
@@ -243,8 +243,9 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
         });
     };
     int64_t c = 0;
-    for (; c + BROAD * LANES <= d; c += BROAD * LANES) mixed(std::integral_constant<int, BROAD>(), c);
-    for (; c + LANES <= d; c += LANES) mixed(std::integral_constant<int, 1>(), c);
+    for (; c + BROAD * LANES <= d; c += BROAD * LANES)
+        weighted_sum(std::integral_constant<int, BROAD>(), c);
+    for (; c + LANES <= d; c += LANES) weighted_sum(std::integral_constant<int, 1>(), c);
     for (; c < d; c++)
         for (int i = 0; i < M; i++) {
             float acc = 0;
@@ -269,35 +270,36 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         const int64_t token = kept.at[r];
         const num *embedded = net.embed + p.tokens[token] * E;
         num *both = read + r * net.reads;
-        auto begins = [&](const num *state) {
+        auto start_from = [&](const num *state) { // sets the token's residual
             for (int64_t i = 0; i < E; i++) x[r * E + i] = wide(state[i]);
         };
-        if (net.token_norm) begins(embedded), normed(x + r * E, net.token_norm, E, net.eps, both);
-        begins(p.x ? p.x + token * E : embedded);
-        if (net.token_norm) normed(x + r * E, net.state_norm, E, net.eps, both + E);
-        if (net.adds) begins(both + E);
+        if (net.token_norm)
+            start_from(embedded), rms_norm(x + r * E, net.token_norm, E, net.eps, both);
+        start_from(p.x ? p.x + token * E : embedded);
+        if (net.token_norm) rms_norm(x + r * E, net.state_norm, E, net.eps, both + E);
+        if (net.adds) start_from(both + E);
         for (int64_t i = 0; i < d / 2; i++) {
             const float angle = p.positions[token] * net.frequencies[i];
             room.cosines[r * d / 2 + i] = std::cos(angle) * net.stretch;
             room.sines[r * d / 2 + i] = std::sin(angle) * net.stretch;
         }
     }
-    auto copied = [&](const auto *from, num *to) {
+    auto copy = [&](const auto *from, num *to) {
         for (int64_t i = 0; i < E; i++) narrow(wide(from[i]), to + i);
     };
-    const bool few = R * E <= FEW;
+    const bool few = R * E <= NORMED_ALONE;
     num *ours = few ? room.own + omp_get_thread_num() * R * E : read;
     auto norm = [&](const num *weight) { // of all tokens, into `ours`
         for (int64_t r = few ? 0 : mine.from; r < (few ? R : mine.to); r++)
-            if (!weight) copied(x + r * E, ours + r * E);
-            else normed(x + r * E, weight, E, net.eps, ours + r * E);
+            if (!weight) copy(x + r * E, ours + r * E);
+            else rms_norm(x + r * E, weight, E, net.eps, ours + r * E);
         if (few) return;
 #pragma omp barrier
     };
     auto tap = [&](int64_t layer, const auto *states) {
         for (int64_t t = 0; t < p.taps; t++)
             for (int64_t r = mine.from; p.tap[t] == layer && r < mine.to; r++)
-                copied(states + r * E, p.states + (kept.at[r] * p.taps + t) * E);
+                copy(states + r * E, p.states + (kept.at[r] * p.taps + t) * E);
     };
     const bool tiled = TILED<num> && tiles_allowed();
     std::optional<Tiles> tiles;
@@ -306,7 +308,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         if constexpr (TILED<num>)
             if (tiled && inputs % DEEP == 0) {
                 const int64_t all = padded(count) * inputs / TILE;
-                const bool alone = all * TILE <= SHORT;
+                const bool alone = all * TILE <= PACKED_ALONE;
                 const Share shared(all);
                 num *to = room.packed + (alone ? omp_get_thread_num() * room.lot : 0);
                 pack(count, rows, inputs, alone ? 0 : shared.from, alone ? all : shared.to, to);
@@ -329,15 +331,15 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         for (int64_t r = mine.from; r < mine.to; r++) {
             const float *cosine = room.cosines + r * d / 2, *sine = room.sines + r * d / 2;
             const int64_t row = kept.at[r] / n, from = kept.begins[row];
-            const int64_t tall = kept.begins[row + 1] - from; // of its text
+            const int64_t count = kept.begins[row + 1] - from; // tokens of this row
             int64_t place = p.at + row * p.row_stride + p.slots[kept.at[r]] * d;
             for (int64_t h = 0; h < H + K; h++) {
                 float *here = room.qkv + r * Q + h * d;
                 const num *weight = h < H ? layer.q_norm : layer.k_norm;
-                if (weight) normed(here, weight, d, net.eps, here);
+                if (weight) rms_norm(here, weight, d, net.eps, here);
                 num *to = p.k[at] + place + (h - H) * p.head_stride;
-                if (h < H) to = heads + ((from * K + h / G * tall + r - from) * G + h % G) * d;
-                turned(here, d, cosine, sine, to);
+                if (h < H) to = heads + ((from * K + h / G * count + r - from) * G + h % G) * d;
+                rotate(here, d, cosine, sine, to);
             }
             for (int64_t h = 0; h < K; h++, place += p.head_stride)
                 for (int64_t i = 0; i < d; i++)
@@ -358,7 +360,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         const Input<num> both = input(ours, R, E);
         linear(R, both, layer.up, layer.up_bias, E, room.gate, F);
         linear(R, both, layer.up + F * E, layer.up_bias ? layer.up_bias + F : nullptr, E, room.up, F);
-        gated(R, room.gate, room.up, F, heads);
+        swiglu(R, room.gate, room.up, F, heads);
 #pragma omp barrier
         linear(R, input(heads, R, F), layer.down, layer.down_bias, F, x, E, true);
 #pragma omp barrier
@@ -372,7 +374,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
             memcpy(heads + i * E, ours + r * E, E * sizeof *ours);
 #pragma omp barrier
     linear<num>(wanted, input(heads, wanted, E), net.head, nullptr, E,
-                net.ids ? room.some : p.logits, net.vocab);
+                net.ids ? room.head_logits : p.logits, net.vocab);
     if (net.ids) {
 #pragma omp barrier
         const Share places(p.rows * p.last);
@@ -381,7 +383,8 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
             if (kept.written[i] < places.from || kept.written[i] >= places.to) continue;
             float *columns = p.logits + kept.written[i] * net.all;
             std::fill_n(columns, net.all, -INFINITY);
-            for (int64_t o = 0; o < net.vocab; o++) columns[net.ids[o]] = room.some[i * net.vocab + o];
+            const float *logits = room.head_logits + i * net.vocab;
+            for (int64_t o = 0; o < net.vocab; o++) columns[net.ids[o]] = logits[o];
         }
         return;
     }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 
 
-class Layer(Structure):
+class Layer(Structure):  # these three are structs of passes.cpp, field by field
     _fields_ = [(name, c_void_p) for name in (*NORMS, *PRODUCTS, *(f"{p}_bias" for p in PRODUCTS))]
 
 
@@ -48,8 +48,8 @@ class Pass(Structure):
 
 
 class Native:
-    """Compiled passes of `fused`, which must be on a CPU. Passes of more tokens than
-    `by_length_up_to` are left to `fused`, because torch's libraries are faster for many rows."""
+    """Compiled passes of a `Fused` network on a CPU. Passes of more than `by_length_up_to` tokens
+    are left to `fused`, because torch's libraries are faster for many rows."""
 
     by_length_up_to = 512  # tokens
     parts = ()
@@ -76,7 +76,7 @@ class Native:
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `Fused`; logits are float32."""
+        """See `Fused.__call__`; logits are float32."""
         B, n = tokens.shape
         if B * n > self.by_length_up_to:
             return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
@@ -124,7 +124,7 @@ def _layer(layer: Any) -> Layer:
 
 
 def of(fused: Any) -> Native | None:
-    """The compiled passes of `fused`; None if they cannot be had."""
+    """The compiled passes of a `Fused` network; None without compiled code for its weights."""
     weights = [w for w in (fused.embed, fused.head) if w is not None]
     weights += [layer.qkv for layer in fused.layers]
     kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}

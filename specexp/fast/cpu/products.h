@@ -6,8 +6,8 @@
 #include <immintrin.h>
 #endif
 
-// Rows of x and rows of w whose products are summed in registers at the same time; rows of float w
-// that one token reads side by side.
+// TALL rows of x and BROAD rows of w have their products summed in registers at the same time. ALONE:
+// rows of float w that one token reads side by side.
 #ifdef __AVX512F__
 constexpr int TALL = 6, BROAD = 4, ALONE = 1;
 #else
@@ -20,21 +20,21 @@ constexpr int AHEAD = 1 << 14; // bytes by which weights are prefetched
 #define HELD(x)
 #endif
 
-// `some`: the STEP numbers of a row that one instruction multiplies; `add`: their products, added.
+// Loads the STEP numbers of a row that one instruction multiplies; `add_products` multiplies and adds.
 template <typename num> constexpr int STEP = LANES;
-static inline vec some(const float *p) { return load(p); }
+static inline vec load_step(const float *p) { return load(p); }
 #ifdef __AVX512BF16__
 template <> constexpr int STEP<bfloat16> = 2 * LANES;
-static inline __m512bh some(const bfloat16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
-static inline void add(vec &sums, __m512bh a, __m512bh b) {
+static inline __m512bh load_step(const bfloat16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+static inline void add_products(vec &sums, __m512bh a, __m512bh b) {
     sums = (vec)_mm512_dpbf16_ps((__m512)sums, a, b);
 }
 #else
-static inline vec some(const bfloat16 *p) { return load(p); }
+static inline vec load_step(const bfloat16 *p) { return load(p); }
 #endif
-static inline void add(vec &sums, vec a, vec b) { sums += a * b; }
-// Rows of weights that M tokens read side by side. Memory is read fastest in order, by one row, for
-// as long as multiplying does not hold it up: by M more, or by making the weights float first.
+static inline void add_products(vec &sums, vec a, vec b) { sums += a * b; }
+// Rows of weights that M tokens read side by side. Memory is read fastest one row after the other, as
+// long as multiplying does not hold it up: by many tokens, or by first making the weights float.
 template <typename num, int M>
 constexpr int ABREAST = STEP<num> * sizeof(num) < sizeof(vec) ? BROAD
                         : STEP<num> == LANES                  ? (M == 1 ? ALONE : BROAD)
@@ -58,17 +58,17 @@ static inline void tile(const num *x, int64_t x_stride, const num *w, const num 
     const int64_t end = size - size % STEP<num>;
     each<N / R>([&](auto g) {
         for (int64_t k = 0; k < end; k += STEP<num>) {
-            decltype(some(x)) a[M];
+            decltype(load_step(x)) a[M];
             each<M>([&](auto i) {
-                a[i] = some(x + i * x_stride + k);
+                a[i] = load_step(x + i * x_stride + k);
                 HELD(a[i]);
             });
             each<R>([&](auto r) {
                 constexpr int j = g * R + r;
                 const num *at = w + j * size + k;
-                const auto b = some(at);
+                const auto b = load_step(at);
                 if (R > 1 || M > 2) __builtin_prefetch((const char *)at + AHEAD, 0, 2);
-                each<M>([&](auto i) { add(acc[i][j], a[i], b); });
+                each<M>([&](auto i) { add_products(acc[i][j], a[i], b); });
             });
         }
     });

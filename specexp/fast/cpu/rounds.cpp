@@ -1,6 +1,6 @@
 // The steps of a round besides passes: few numbers, but every torch operation is slow, because the
-// pass before has evicted its code from the cache. They do what the operations do that ops.py names
-// beside them. Arrays are contiguous, except `tokens` where a stride is given.
+// pass before has evicted its code from the cache. ops.py says of which operation each is the kernel.
+// Arrays are contiguous, except `tokens` where a stride is given.
 
 #include "calls.h"
 #include "vectors.h"
@@ -68,8 +68,8 @@ static void report(int64_t rows, int64_t nodes, int64_t models, const int64_t *c
     }
 }
 
-// How many tokens up to `end` equal those up to `last`, at most `most`.
-static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t most) {
+// How many tokens up to place `end` equal those up to `last`, at most `most`.
+static int64_t match_length(const int64_t *tokens, int64_t last, int64_t end, int64_t most) {
     int64_t n = 0;
     while (n < most && n <= end && tokens[end - n] == tokens[last - n]) n++;
     return n;
@@ -80,7 +80,7 @@ static int64_t agreed(const int64_t *tokens, int64_t last, int64_t end, int64_t 
 static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t vocab,
             int64_t stride, const int64_t *branch, const int64_t *depth, const int64_t *length,
             const int64_t *tokens, int64_t *out) {
-    struct End { int64_t agrees, at; };
+    struct End { int64_t agrees, at; }; // of an earlier match: its length, and where it ends
     const auto better = [](End a, End b) {
         return a.agrees > b.agrees || (a.agrees == b.agrees && a.at > b.at);
     };
@@ -88,7 +88,7 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
         const int64_t last = *length++ - 1;
         std::vector<End> best(ends, {0, 0});
         for (End end{0, 0}; end.at < last; end.at++) {
-            end.agrees = agreed(tokens, last, end.at, most);
+            end.agrees = match_length(tokens, last, end.at, most);
             if (!better(end, best.back())) continue;
             best.back() = end;
             std::inplace_merge(best.begin(), best.end() - 1, best.end(), better);
@@ -108,14 +108,14 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
 static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab,
                  int64_t stride, float least, float stretch, const int64_t *parents,
                  const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *out) {
-    struct Voter { int64_t says, end; };
-    struct Party { int64_t from, to; float trust; };
+    struct Voter { int64_t says, end; };             // a match: the token after it, where it ends
+    struct Party { int64_t from, to; float trust; }; // voters that say the same, and their share
     for (; rows--; tokens += stride, out += nodes) {
         const int64_t last = *length++ - 1;
         int64_t most = 1;
         std::vector<Voter> voters;
         for (int64_t end = 0; end < last; end++) {
-            const int64_t agrees = agreed(tokens, last, end, longest);
+            const int64_t agrees = match_length(tokens, last, end, longest);
             if (agrees > most) voters.clear(), most = agrees;
             if (agrees == most) voters.push_back({0, end});
         }
@@ -237,6 +237,7 @@ extern "C" bool replay(int64_t count, const Call *calls) {
     return !count;
 }
 
+// Whether a row has ended in the round of this report [rows, wide].
 static bool ends(int64_t rows, int64_t wide, const int64_t *report) {
     for (; rows--; report += wide)
         if (report[1] && !report[2]) return true;

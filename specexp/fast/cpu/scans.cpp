@@ -7,8 +7,8 @@
 
 // y [M, C vectors] = scale y + p [M, J] x [J, C vectors]; rows of x and y are `size` apart, of scale `step`.
 template <int M, int C>
-INLINED void mixed(int64_t J, const float *p, const float *x, int64_t size, const float *scale, int64_t step,
-                   float *y) {
+INLINED void accumulate_block(int64_t J, const float *p, const float *x, int64_t size,
+                              const float *scale, int64_t step, float *y) {
     vec acc[M][C];
     each<M>([&](auto i) {
         each<C>([&](auto u) { acc[i][u] = load(y + i * size + u * LANES) * scale[i * step]; });
@@ -21,13 +21,15 @@ INLINED void mixed(int64_t J, const float *p, const float *x, int64_t size, cons
     each<M>([&](auto i) { each<C>([&](auto u) { *(vec *)(y + i * size + u * LANES) = acc[i][u]; }); });
 }
 
-static void mix(int64_t rows, int64_t J, const float *p, const float *x, int64_t size, const float *scale,
-                int64_t step, float *y) {
+// The same for any number of rows and any size.
+static void accumulate(int64_t rows, int64_t J, const float *p, const float *x, int64_t size,
+                       const float *scale, int64_t step, float *y) {
     blocks(rows, [&](auto M, int64_t r) {
         int64_t c = 0;
         auto by = [&](auto C) {
             for (; c + C * LANES <= size; c += C * LANES)
-                mixed<M, C>(J, p + r * J, x + c, size, scale + r * step, step, y + r * size + c);
+                accumulate_block<M, C>(J, p + r * J, x + c, size, scale + r * step, step,
+                                       y + r * size + c);
         };
         by(std::integral_constant<int, BROAD>());
         by(std::integral_constant<int, 1>());
@@ -53,9 +55,9 @@ static void dots(int64_t rows, const float *x, int64_t count, const float *w, in
     by(std::integral_constant<int, 1>());
 }
 
-// G heads of keys, H of values; D decays a head, 1 or K. Of the m slots of a row, whose entries begin at
-// `first`, seen [rows, folds + n, m] are those that are added to the state, if folds, and those that
-// tokens see. beta: of the delta rule, or null. turned: states are [V, K].
+// Scan._scan. G heads of keys, H of values; D decays a head, 1 or K. Of the m slots of a row, whose
+// entries begin at `first`, seen [rows, folds + n, m] are those that are added to the state, if folds,
+// and those that tokens see. beta: of the delta rule, or null. turned: states are [V, K].
 static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t folds, int64_t G, int64_t H,
                  int64_t K, int64_t V, int64_t D, int64_t turned, int64_t threads, const bool *seen,
                  const int64_t *place, const int64_t *own, const int64_t *after, const float *q,
@@ -117,26 +119,26 @@ static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t fold
         }
         std::fill_n(read, N * V, 0.0f);
         if (turned) dots(N, x, V, state, K, read);
-        else mix(N, K, x, state, V, &zero, 0, read);
+        else accumulate(N, K, x, state, V, &zero, 0, read);
         for (int64_t i = 0; i < n && beta; i++) { // writes what its key does not read yet
             const int64_t token = r * n + i, at = std::find(slot, slot + c, own[token]) - slot;
             float *known = read + (n + i) * V, *by = p + (n + i) * c;
             if (at < c) by[at] = 0;
-            mix(1, c, by, write, V, &one, 0, known);
+            accumulate(1, c, by, write, V, &one, 0, known);
             if (at == c || !after[token]) continue;
             for (int64_t u = 0; u < V; u++)
                 write[at * V + u] = beta[token * H + h] * (v[(token * H + h) * V + u] - known[u]);
             std::copy_n(write + at * V, V, writes + (after[token] * H + h) * V);
         }
-        mix(n, c, p, write, V, &one, 0, read);
+        accumulate(n, c, p, write, V, &one, 0, read);
         for (int64_t i = 0; i < n; i++) std::copy_n(read + i * V, V, out + ((r * n + i) * H + h) * V);
         int64_t f = folds ? c : 0; // those that are added to the state come first
         while (f && !seen[r * T * m + slot[f - 1]]) f--;
         for (int64_t u = 0; u < (turned ? V : K); u++)
             for (int64_t t = 0; t < f; t++)
                 p[u * f + t] = w[(1 + t) * D + (D > 1 ? u : 0)] * (turned ? write[t * V + u] : key[t * K + u]);
-        if (f && turned) mix(V, f, p, key, K, w, 0, state);
-        else if (f) mix(K, f, p, write, V, w, D > 1, state);
+        if (f && turned) accumulate(V, f, p, key, K, w, 0, state);
+        else if (f) accumulate(K, f, p, write, V, w, D > 1, state);
     };
     const int64_t room = T * (1 + m) * D + LANES + m * (2 * K + V + std::max({N, K, V})) + N * (K + V);
 #pragma omp parallel num_threads(threads)
@@ -148,8 +150,9 @@ static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t fold
     }
 }
 
-// x [rows, n, C], whose rows and tokens lie `down` and `right` apart; weight [C, k]; bias [C] or null.
-// columns [rows, n, back]: the entries that a token reads, of which the last k count. C >= LANES.
+// Scan.convolution of x [rows, n, C], whose rows and tokens lie `down` and `right` apart; weight [C, k];
+// bias [C] or null; columns [rows, n, back]: the entries that a token reads, of which the last k count.
+// C >= LANES.
 template <typename num>
 static void convolution(int64_t rows, int64_t n, int64_t C, int64_t k, int64_t back, int64_t down,
                         int64_t right, int64_t gated, const int64_t *after, const int64_t *columns,
