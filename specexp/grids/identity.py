@@ -3,8 +3,8 @@
 The files are those that its numbers can depend on (`imports.closure`), each a part of its own. What
 decides which code ran is part of it, too: device, threads, versions, kernels, settings; for points
 that measure time also the processor, and whether others run beside them. Points with the same
-identity are the same experiment, whenever and wherever they run. A process reads files, models and
-data once, and again if their size or modification time changes.
+identity are the same experiment, whenever and wherever they run. Files, models and data are read
+whole, once, and again when they are others (`zoo.known.digest_of`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from specexp.grids import imports, notebooks
 from specexp.measure import feasible, prompts
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import provenance
-from specexp.zoo.known import Answer, Known, with_contents
+from specexp.zoo.known import Answer, Known, digest_of, with_contents
 
 if TYPE_CHECKING:
     from specexp.grids.points import Point
@@ -33,7 +32,8 @@ SHOWN = provenance.FACTS  # parts whose values say something; others are named
 MOST = 3  # of those that are named
 UNCOMPILED = "not compiled yet"  # kernels of a plan that does not wait for a compiler
 UNSURE = "done, if its kernels, not compiled here yet, come out as they were: `grid run` sees"
-WHOLE, ENDS = 1_000_000_000, 1 << 20
+LARGE = 1_000_000_000  # bytes above which keys once named the ends of a file only
+READ_WHOLE = "large files"  # the part that tells that keys now name all of it
 _FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges*",
     "*.safetensors", "*.pt", "*.bin", "additional_chat_templates/*.jinja",
@@ -104,9 +104,9 @@ def facts_of_machine(device: str, timed: bool, engine: bool) -> Answer:
 
 
 def facts_of_model(source: str) -> Answer:
-    """The name of a model and a digest. Of a folder: of its configuration, tokenizer and weights.
-    Of a hub id: the revision in the local cache, or the id itself if it is not cached. The digest
-    is the same with `+int8`."""
+    """The name of a model and a digest, and READ_WHOLE if it has large files. Of a folder: of its
+    configuration, tokenizer and weights. Of a hub id: the revision in the local cache, or the id
+    itself if it is not cached. The digest is the same with `+int8`."""
     from specexp.models import int8
 
     bare, how = int8.split(source)
@@ -117,8 +117,13 @@ def facts_of_model(source: str) -> Answer:
         cached = try_to_load_from_cache(bare, "config.json")
         return [source, Path(cached).parent.name if isinstance(cached, str) else bare], None
     files = {f for pattern in _FILES for f in folder.glob(pattern) if f.is_file()}
-    contents = {str(f.relative_to(folder)): file_digest(f) for f in files}
-    return [folder.name + how, digest(contents)], with_contents(folder)
+    contents = {str(f.relative_to(folder)): digest_of(f) for f in files}
+    large = [READ_WHOLE] if any(map(_is_large, files)) else []
+    return [folder.name + how, digest(contents), *large], with_contents(folder)
+
+
+def _is_large(path: Path) -> bool:
+    return path.stat().st_size > LARGE
 
 
 def _parts(
@@ -137,10 +142,14 @@ def _parts(
     if notebook.timed:
         parts["processor"] = provenance.processor()  # quotas change without a trace in files
         parts["together"] = "yes" if together else "no"
-    if sources := sorted(known.cached(facts_of_model, source) for source in models):
+    sources = sorted(known.cached(facts_of_model, source) for source in models)
+    if sources:
         parts["models"] = digest(sources)
+    data_files = [f for path in data for f in prompts.files(path)]
     if data:
-        parts["data"] = digest([file_digest(f) for path in data for f in prompts.files(path)])
+        parts["data"] = digest([digest_of(f) for f in data_files])
+    if any(source[2:] for source in sources) or any(map(_is_large, data_files)):
+        parts[READ_WHOLE] = "in the key"
     return parts
 
 
@@ -164,6 +173,9 @@ def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     if names == ["kernels"] and now.get("kernels") == UNCOMPILED:
         return UNSURE
     reasons = []
+    if READ_WHOLE in now and READ_WHOLE not in before:
+        names = [name for name in names if name not in (READ_WHOLE, "models", "data")]
+        reasons.append("of files above 1 GB, keys now name all, not the ends only")
     for name in filter(names.__contains__, SHOWN):
         old, new = (parts.get(name, "not in the key") for parts in (before, now))
         reasons.append(f"{name} was {_apart(old, new)}, is {_apart(new, old)}")
@@ -176,29 +188,6 @@ def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
 def _apart(text: str, other: str) -> str:
     """The comma-separated parts of a text that another does not have; all, if none are."""
     return ", ".join(p for p in text.split(", ") if p not in other.split(", ")) or text
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file. Of files above 1 GB (half a second of hashing) only the size, the header
-    that lists a safetensors file's tensors, and the first and last MiB are hashed: weights that
-    differ only in between are taken for equal."""
-    state = path.stat()
-    return _file_digest(path, state.st_size, state.st_mtime_ns)
-
-
-@lru_cache(maxsize=4096)
-def _file_digest(path: Path, size: int, changed_ns: int) -> str:
-    total = hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= WHOLE:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        header = int.from_bytes(file.read(8), "little")
-        file.seek(0)
-        total.update(f"{size} ".encode())
-        total.update(file.read(max(ENDS, min(8 + header, 100 * ENDS))))
-        file.seek(-ENDS, os.SEEK_END)
-        total.update(file.read())
-    return total.hexdigest()
 
 
 def _data_files(read: Mapping[str, Any]) -> Iterable[Path]:

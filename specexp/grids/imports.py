@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexp.tracking import provenance
+from specexp.zoo.files import stamp
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = PACKAGE.name
@@ -93,13 +94,12 @@ def texts_in(value: Any) -> list[str]:
 
 
 def source_of(path: Path) -> Source:
-    """What a file holds; read again when its size or time has changed."""
-    state = path.stat()
-    return _source(path, state.st_size, state.st_mtime_ns)
+    """What a file holds; read again when it is another file, or its size or times differ."""
+    return _source(path, *stamp(path))
 
 
 @lru_cache(maxsize=4096)
-def _source(path: Path, size: int, changed_ns: int) -> Source:
+def _source(path: Path, *_stamp: int) -> Source:
     data = path.read_bytes()
     digest = sha256(data).hexdigest()[:16]
     with suppress(SyntaxError, ValueError):

@@ -33,3 +33,10 @@ def write(path: Path, text: str) -> None:
             partial.write_text(text)
     except OSError as e:
         raise UserError(f"cannot write {path}: {e.strerror}; choose another path") from e
+
+
+def stamp(path: Path | str) -> tuple[int, int, int, int]:
+    """What tells a file from one with other content without reading it: its inode, size and times
+    of modification and of change. The last cannot be set, as `touch` and `cp -p` set the former."""
+    state = os.stat(path)
+    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns

@@ -1,9 +1,10 @@
 """Answers about models and this machine, kept while nothing that decides them has changed.
 
 To find out what a model is, or which kernels run here, takes torch and transformers: seconds of a
-core, beside a point that may be timed. An answer is kept until the size or the time of change of
+core, beside a point that may be timed. An answer is kept until the size or a time of change of
 something that decides it differs: specexp's code, the models here, the packages and programs that
-are installed, the devices, the environment, and the files that the answer was read from.
+are installed, the devices, the environment, and the files that the answer was read from. So is the
+digest of a large file, until that file differs.
 """
 
 import gc
@@ -13,8 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cached_property
-from hashlib import sha256
+from functools import cached_property, lru_cache
+from hashlib import file_digest, sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from specexp.zoo import files, shelf
 
 SHELL = ("_", "SHLVL", "OLDPWD", "COLUMNS", "LINES")  # variables that decide nothing
 TICK = 20_000_000  # ns that a file's time of change may be behind the clock
+LARGE = 100_000_000  # bytes from which on the digest of a file is kept
 OWN_CODE = Path("own")  # stands for the files of code of one's own (`Known.own_files`)
 Answer: TypeAlias = tuple[Any, Iterable[Path] | None]
 """Plain data, and the files and folders that decide it, names of such that do not exist included;
@@ -74,8 +76,7 @@ class Known:
         return self._ask_and_keep(function, *args)
 
     def _file(self, function: str, *args: Any) -> Path:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "specexp" / "known" / f"{_digest(function, args, os.getcwd())[:24]}.json"
+        return _kept_in("known", function, args, os.getcwd())
 
     def _ask_and_keep(self, function: str, *args: Any) -> Any:
         if not self.on_disk:
@@ -86,7 +87,7 @@ class Known:
             return answer
         own = self.own_files or () if OWN_CODE in read else ()
         deciding = sorted({str(path) for path in (*read, *own) if path != OWN_CODE})
-        if all(state[3] < asked_at for state in _stats(deciding)):  # none changed meanwhile
+        if all(max(state[3:]) < asked_at for state in _stats(deciding)):  # none changed meanwhile
             record = {"answer": answer, "read": deciding, "state": self._state(deciding)}
             with suppress(OSError), files.whole(self._file(function, *args)) as partial:
                 partial.write_text(json.dumps(record))
@@ -133,11 +134,37 @@ def with_contents(*paths: Path) -> list[Path]:
     return [p for path in paths for p in (path, *path.glob("*"), *path.glob("*/*"))]
 
 
-def _stats(paths: Iterable[Path | str]) -> Iterator[tuple[str, int, int, int]]:
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file. It is read once, by all processes of a user if it is large, and again when
+    it is another file or its size or times of change differ."""
+    return _digest_of(path, *files.stamp(path))
+
+
+@lru_cache(maxsize=4096)
+def _digest_of(path: Path, *stamp: int) -> str:
+    asked_at, keep = time.time_ns() - TICK, files.stamp(path)[1] >= LARGE
+    kept = _kept_in("digests", str(path.resolve()))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads(kept.read_text()) if keep else {}
+        if record["stamp"] == [*stamp]:
+            return str(record["digest"])
+    with path.open("rb") as file:
+        digest = file_digest(file, "sha256").hexdigest()
+    if keep and files.stamp(path) == stamp and max(stamp[2:]) < asked_at:
+        with suppress(OSError), files.whole(kept) as partial:
+            partial.write_text(json.dumps({"stamp": stamp, "digest": digest}))
+    return digest
+
+
+def _kept_in(folder: str, *about: Any) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "specexp" / folder / f"{_digest(*about)[:24]}.json"
+
+
+def _stats(paths: Iterable[Path | str]) -> Iterator[tuple[str, int, int, int, int]]:
     for path in paths:
         with suppress(OSError, ValueError):
-            state = os.stat(path)
-            yield str(path), state.st_ino, state.st_size, state.st_mtime_ns
+            yield str(path), *files.stamp(path)
 
 
 def _digest(*parts: Any) -> str:

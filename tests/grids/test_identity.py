@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from specexp.grids import grid_file, identity, imports, notebooks, progress
 from specexp.grids import points as grid
 from specexp.measure import feasible
 from specexp.tracking import provenance, results
+from specexp.zoo import known
 from specexp.zoo.known import Known
 
 PACKAGE = imports.PACKAGE
@@ -489,21 +491,44 @@ def test_quota_of_a_control_group_is_fewer_cores(tmp_path, group, files, cores):
     assert f"{provenance.cores():g} cores" in provenance.processor()
 
 
-def test_ends_and_size_of_a_large_file_are_hashed(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "WHOLE", 100)
-    monkeypatch.setattr(identity, "ENDS", 10)
+def test_any_byte_of_a_large_file_changes_the_key(case, monkeypatch):
+    """A merged LoRA changes the middle of a file only."""
+    monkeypatch.setattr(identity, "LARGE", 100)
+    monkeypatch.setattr(known, "LARGE", 100)
+    before, weights = case.point(), case.draft / "2.safetensors"
+    data, times = weights.read_bytes(), weights.stat()
+    for at in (0, len(data) // 2, len(data) - 1):
+        weights.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # as `cp -p` leaves them
+        assert changes(before.identity.parts, case.point().identity.parts) == {"models"}
 
-    def digest(data: bytes) -> str:
-        (tmp_path / "w").write_bytes(data)
-        identity._file_digest.cache_clear()
-        return identity.file_digest(tmp_path / "w")
 
-    header = (30).to_bytes(8, "little")
-    whole = header + bytes(500)
-    plain = digest(whole)
-    assert digest(whole + b"\0") != plain
-    for at, same in ((9, False), (37, False), (200, True), (499, False), (507, False)):
-        assert (digest(whole[:at] + b"x" + whole[at + 1 :]) == plain) is same
+def test_large_file_is_read_once_by_all_processes(tmp_path, monkeypatch):
+    read, real = [], known.file_digest
+    monkeypatch.setattr(known, "LARGE", 100)
+    monkeypatch.setattr(known, "file_digest", lambda file, how: read.append(1) or real(file, how))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (file := tmp_path / "w").write_bytes(bytes(200))
+    time.sleep(2 * known.TICK / 1e9)  # what has just changed is read in any case
+    digests = set()
+    for _ in range(3):
+        digests.add(known.digest_of(file))
+        known._digest_of.cache_clear()  # as in another process
+    assert (len(digests), len(read)) == (1, 1)
+    file.write_bytes(bytes(199) + b"1")
+    assert known.digest_of(file) not in digests
+    assert len(read) == 2
+
+
+def test_keys_of_small_files_are_as_they_were_and_of_large_ones_say_why_not(case, monkeypatch):
+    small = case.point()
+    assert identity.READ_WHOLE not in small.identity.parts
+    monkeypatch.setattr(identity, "LARGE", 100)
+    large = case.point()
+    assert changes(small.identity.parts, large.identity.parts) == {identity.READ_WHOLE, "models"}
+    before = small.identity.parts | {"models": "of the ends"}
+    reason = "of files above 1 GB, keys now name all, not the ends only"
+    assert identity.why_new(large.identity.parts, before) == reason
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"])
