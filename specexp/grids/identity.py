@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,10 +117,24 @@ def facts_of_model(source: str) -> Answer:
 
         cached = try_to_load_from_cache(bare, "config.json")
         return [source, Path(cached).parent.name if isinstance(cached, str) else bare], None
-    files = {f for pattern in _FILES for f in folder.glob(pattern) if f.is_file()}
+    found = {f for pattern in _FILES for f in folder.glob(pattern)} | _weights(folder)
+    files = {f for f in found if f.is_file()}
     contents = {str(f.relative_to(folder)): digest_of(f) for f in files}
     large = [READ_WHOLE] if any(map(_is_large, files)) else []
     return [folder.name + how, digest(contents), *large], with_contents(folder)
+
+
+def _weights(folder: Path) -> set[Path]:
+    """The files of weights, of any name, that the indexes and the configuration of a model name."""
+    from specexp.models.servable import inside
+
+    names: list[Any] = []
+    for file in (folder / "config.json", *folder.glob("*.index.json")):
+        with suppress(OSError, ValueError, AttributeError):  # loading it will say what is wrong
+            described = json.loads(file.read_bytes())
+            names += described.get("weight_map", {}).values()
+            names.append(described.get("transformers_weights"))
+    return {folder / name for name in names if inside(name)}
 
 
 def _is_large(path: Path) -> bool:

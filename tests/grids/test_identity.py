@@ -326,8 +326,12 @@ class Case:
         self.draft = Path(shutil.copytree(models[1], folder / "draft"))
         whole = self.draft / "model.safetensors"
         shutil.copy(whole, self.draft / "2.safetensors")
-        first, *rest = load_file(whole)
-        self.index(dict.fromkeys(rest, whole.name) | {first: "2.safetensors"})
+        first, second, *rest = load_file(whole)
+        self.index(dict.fromkeys(rest, whole.name) | {first: "2.safetensors", second: "3.dat"})
+        for name in ("3.dat", "4.dat"):
+            shutil.copy(whole, self.draft / name)
+        config = json.loads((self.draft / "config.json").read_text())
+        self.write("draft/config.json", json.dumps(config | {"transformers_weights": "4.dat"}))
         self.fixed = {
             "target": models[0], "rivals": [str(self.draft)], "drafter": "ngram",
             "prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 4,
@@ -385,6 +389,8 @@ TOKENS = {
     ),
     "weights": (lambda c: c.flip("draft/2.safetensors"), {"models"}),
     "index of weights": (lambda c: c.index({"x": "model.safetensors"}), {"models"}),
+    "weights of any name that an index has": (lambda c: c.flip("draft/3.dat"), {"models"}),
+    "weights of any name that config.json has": (lambda c: c.flip("draft/4.dat"), {"models"}),
     "generation config": (lambda c: c.write("draft/generation_config.json", "{}"), {"models"}),
     "chat template": (lambda c: edit(c.draft / "chat_template.jinja"), {"models"}),
     "one of several chat templates": (
