@@ -44,8 +44,8 @@ PACE = (
     "PYTORCH_CUDA_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING",
 )  # fmt: skip
 FACTS = (
-    "device", "threads", "kernels", "versions", "settings", "instructions", "processor", "python",
-    "together",
+    "device", "threads", "kernels", "versions", "settings", "instructions", "libraries",
+    "processor", "driver", "python", "together",
 )  # fmt: skip
 """The tags, and parts of a key, that tell what a run was made with in words."""
 _UNITS = ("avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")  # for matrices
@@ -77,8 +77,9 @@ def machine(device: str, timed: bool) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "versions": ", ".join(versions),
         "settings": ", ".join(settings) or "none",
-        **({"instructions": instructions()} if kind == "cpu" else {}),
+        **({"instructions": instructions()} if kind == "cpu" else {"libraries": libraries()}),
         **({"processor": processor(), "python": platform.python_version()} if timed else {}),
+        **({"driver": driver()} if timed and kind != "cpu" else {}),
     }
 
 
@@ -135,6 +136,23 @@ def instructions() -> str:
     maker, has = _cpuinfo("vendor_id") or platform.machine(), _cpuinfo("flags").split()
     capability = torch.backends.cpu.get_cpu_capability()
     return " ".join([maker, capability, *(unit for unit in _UNITS if unit in has)])
+
+
+def libraries() -> str:
+    """The versions of what torch's operations call on a GPU."""
+    import torch
+
+    cublas = (version(f"nvidia-cublas{suffix}") for suffix in ("", "-cu12", "-cu13"))
+    versions = {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+    versions |= {"cuBLAS": next(filter(None, cublas), None)}
+    return ", ".join(f"{name} {number}" for name, number in versions.items() if number) or "none"
+
+
+def driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of the GPU's driver, which decides how long its calls take."""
+    text = file.read_text() if file.exists() else ""
+    number = re.search(r"Module\b.*?\s(\d[\d.]+)\s", text)
+    return number[1] if number else "unknown"
 
 
 def processor() -> str:

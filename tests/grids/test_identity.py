@@ -269,8 +269,8 @@ def load(file: Path, **spec) -> grid.Point:
 def test_key_is_the_digest_of_the_identity(points):
     [point] = points(x=[1])
     assert point.run_key == identity.digest(point.identity.parts)
-    parts = {"params", "notebook", "specexp/__init__.py", *identity.SHOWN} - {"kernels"}
-    assert set(point.identity.parts) == parts
+    parts = {"params", "notebook", "specexp/__init__.py", *identity.SHOWN}
+    assert set(point.identity.parts) == parts - {"kernels", "libraries", "driver"}
 
 
 def test_only_a_plan_that_will_run_waits_for_a_compiler(tmp_path, monkeypatch):
@@ -463,7 +463,31 @@ def test_device_changes_the_key(case):
     case.fact(provenance, "device_class", "Some GPU")
     changed = changes(before, case.point().identity.parts)
     others = {name for name in changed if not name.startswith(imports.OF_GPU)}
-    assert others == {"device", "instructions", "kernels"}
+    assert others == {"device", "instructions", "libraries", "kernels"}
+
+
+def test_libraries_of_a_gpu_change_its_keys_and_its_driver_those_of_timed_points(case):
+    case.fact(provenance, "device_class", "Some GPU")
+    for timed in (False, True):
+        case.timed(timed)
+        before = case.point().identity.parts
+        case.fact(provenance, "driver", f"570.{timed}")
+        assert changes(before, case.point().identity.parts) == ({"driver"} if timed else set())
+        before = case.point().identity.parts
+        case.fact(torch.backends.cudnn, "version", 91000 + timed)
+        assert changes(before, case.point().identity.parts) == {"libraries"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["UNIX x86_64 Kernel Module ", "UNIX Open Kernel Module for x86_64 "]
+)
+def test_driver_of_a_gpu_is_read_from_linux(tmp_path, kind):
+    (file := tmp_path / "version").write_text(
+        f"NVRM version: NVIDIA {kind} 570.124.06  Wed Feb 26 02:02:44 UTC 2025\n"
+        "GCC version:  gcc version 12.2.0\n"
+    )
+    assert provenance.driver(file) == "570.124.06"
+    assert provenance.driver(tmp_path / "none") == "unknown"
 
 
 def test_gpu_is_known_by_its_name(monkeypatch):
