@@ -1,6 +1,7 @@
 """Break-even maps: at which load and draft length speculation pays, predicted from measured parts.
 
-`profile` measures the cost table of a pairing on this machine once and stores it. With the
+`profile` measures the cost table of a pairing on this machine once and stores it; a point of a grid
+measures its own, for a result must not depend on a file that its key does not name. With the
 acceptance on some prompts, the table predicts the speedup at every batch and draft length; `sweep`
 and `compare` measure how well. Intervals are over prompts: that of the tokens a round is
 bootstrapped, and that of the break-even batch follows from its ends, since the batch rises with the
@@ -10,6 +11,7 @@ tokens.
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -94,10 +96,11 @@ def about(pairing: Pairing) -> dict[str, Any]:
 
 def table_path(pairing: Pairing) -> Path:
     """The file of a pairing's table: one for each target, drafter, device, dtype (and all of
-    `about`)."""
+    `about`). It is kept in the store, but that of a grid's point in the folder of its result."""
     digest = hashlib.sha256(json.dumps(about(pairing), sort_keys=True).encode()).hexdigest()[:12]
     names = (re.sub(r"[^\w.-]+", "_", name) for name in (pairing.target.name, pairing.drafter))
-    return results.root() / "costs" / f"{'--'.join(names)}--{digest}.json"
+    home = Path(os.environ.get("SPECEXP_ATTEMPT") or results.root())
+    return home / "costs" / f"{'--'.join(names)}--{digest}.json"
 
 
 # --- break-even ----------------------------------------------------------------------------------

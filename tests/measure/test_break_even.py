@@ -61,6 +61,22 @@ def test_profile_is_measured_once(pairing, measured, store):
     assert len(measured) == 2
 
 
+def test_point_of_a_grid_measures_its_own_table(pairing, measured, store, monkeypatch, tmp_path):
+    """No key names the stored one, which anything may have happened to."""
+    stored = break_even.profile(pairing, **SETTINGS)
+    wrong = replace(stored, verify=1000 * stored.verify)
+    wrong.save(break_even.table_path(pairing))
+    assert np.array_equal(break_even.profile(pairing, **SETTINGS).verify, wrong.verify)
+    for attempt in (tmp_path / "1", tmp_path / "2"):
+        monkeypatch.setenv("SPECEXP_ATTEMPT", str(attempt))
+        own = [break_even.profile(pairing, **SETTINGS) for _ in range(2)]
+        assert (own[0].verify < 500 * stored.verify).all()
+        assert np.array_equal(own[0].verify, own[1].verify)
+        assert np.array_equal(own[0].verify, Costs.load(break_even.table_path(pairing)).verify)
+        assert break_even.table_path(pairing).parent == attempt / "costs"
+    assert len(measured) == 3
+
+
 def test_profile_measures_only_missing_points(pairing, measured):
     break_even.profile(pairing, **SETTINGS)
     break_even.profile(pairing, **SETTINGS | {"batches": [2], "gammas": [2]})
