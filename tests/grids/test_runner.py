@@ -253,6 +253,20 @@ def test_helper_edited_during_a_grid_fails_its_points(store, tmp_path):
     assert go([after])[0] == 0
 
 
+def test_notebook_that_edits_its_helper_and_data_while_it_runs_fails(store, tmp_path):
+    """What is checked before a run only is not what ran."""
+    own, helper, file = (tmp_path / name for name in ("own.ipynb", "helper.py", "own.yaml"))
+    (data := tmp_path / "data.csv").write_text("1")
+    edits = "import os, helper; print(1, file=open(helper.__file__, 'a')), open(names[0], 'w')"
+    own.write_text(TRIVIAL.read_text().replace("import os", edits, 1))
+    helper.write_text("scale = 1\n")
+    file.write_text(yaml.safe_dump({"notebook": own.name, "fixed": {"names": [str(data)]}}))
+    code, said = go(grid.load([file]))
+    assert (helper.read_text(), data.read_text()) == ("scale = 1\n1\n", "")
+    assert (code, list(store.glob("results/*"))) == (1, [])
+    assert "data, helper.py changed while the grid ran: run the grid again" in said
+
+
 def test_kernel_sees_the_absolute_store_path(store, tmp_path, monkeypatch):
     own, file = tmp_path / "elsewhere" / "own.ipynb", tmp_path / "own.yaml"
     own.parent.mkdir()
