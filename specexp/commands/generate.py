@@ -82,6 +82,7 @@ def generate(
         speed, output = _timed(pairing, text, max_new_tokens)
         output, parents = _rerun(pairing, text, max_new_tokens) if trees else (output, [])
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
+        speed["credible"] &= not exact.remembers  # the runs before had shown it this text
         if as_json:
             shown = {"prompts": str(texts)} | _as_dict(pairing, text, output, exact, parents)
             print(opt.json_text(shown | {"speed": speed}))
@@ -90,6 +91,7 @@ def generate(
                 opt.console.rule(style="dim")
             _show(pairing, text, output, rounds, parents)
             doubt = f"; doubtful: runs differ by {speed['spread']:.1f}x, is the machine busy?"
+            doubt = "; doubtful: its drafter remembers text" if exact.remembers else doubt
             opt.say(
                 f"{speed['tokens_per_s']:.0f} tokens/s, {speed['speedup']:.2f}x plain decoding "
                 f"({speed['plain_tokens_per_s']:.0f} tokens/s); the fastest of {RUNS} runs each"

@@ -24,6 +24,7 @@ from specexp.engine import Engine
 from specexp.errors import UserError, brief
 from specexp.measure import interleave, statistics
 from specexp.measure.costs import LEAD
+from specexp.measure.exactness import ALIKE, remembers
 from specexp.measure.interleave import clock
 from specexp.measure.prompts import Prompt
 from specexp.models.int8 import by_address
@@ -38,7 +39,6 @@ from specexp.tree import Tree
 UNTIMED_BATCH = 16  # prompts in a batch where nothing is timed
 PLAIN = ("plain",)  # the key of plain decoding: a tuple, since any string may name another arm
 VISIT_ROUNDS = 5  # rounds of one kind that are timed at each visit
-NEAR_TIES = 0.02  # by how much near ties alone may change the acceptance length of a repeat
 
 log = logging.getLogger("specexp")
 
@@ -172,7 +172,9 @@ def latency_by_arm(
     (the same of plain decoding)."""
     pairing = next(iter(arms.values()))
     engines = {PLAIN: pairing.engine.plain()} | {arm: each.engine for arm, each in arms.items()}
-    items = [[ids] for ids in pairing.encode([p.text for p in prompts])] * repeats
+    texts = pairing.encode([p.text for p in prompts])
+    notes = {arm: remembers(each.engine, texts, max_new_tokens) for arm, each in arms.items()}
+    items = [[ids] for ids in texts] * repeats
     turns = _by_turns(engines, items, max_new_tokens, "latency")
     rows = [
         _labels(arms[arm], prompt)
@@ -184,7 +186,7 @@ def latency_by_arm(
         for arm, trace in traces.items()
         if arm != PLAIN
     ]
-    return _drop_remembered_repeats(pd.DataFrame(rows), "arm")
+    return _drop_remembered_repeats(pd.DataFrame(rows), "arm", notes)
 
 
 def throughput(
@@ -205,6 +207,7 @@ def throughput(
     fast.eos = plain.eos = ()
     prompts = prompts[: max(batches)]
     texts = pairing.encode([p.text for p in prompts])
+    notes = dict.fromkeys(batches, remembers(fast, texts, max_new_tokens))
     rows: list[dict[str, Any]] = []
     for batch in batches:
         count = -(-len(texts) // batch)
@@ -224,7 +227,7 @@ def throughput(
                 | {"context": max(map(len, ids)) + max_new_tokens}
                 | _counts(traces["fast"])
             )
-    return _drop_remembered_repeats(pd.DataFrame(rows), "batch")
+    return _drop_remembered_repeats(pd.DataFrame(rows), "batch", notes)
 
 
 def _by_turns(
@@ -250,19 +253,21 @@ def _by_turns(
         yield {arm: turn.result.trace for arm, turn in zip(turns, each, strict=True)}
 
 
-def _drop_remembered_repeats(samples: pd.DataFrame, by: str) -> pd.DataFrame:
-    """The samples without later repeats of arms (values of the column `by`) whose acceptance length
-    changes between repeats: prompts and noise are the same, so the drafter remembers them. A
-    warning says so."""
+def _drop_remembered_repeats(samples: pd.DataFrame, by: str, notes: Mapping[Any, str]) -> pd.DataFrame:
+    """The samples without later repeats of an arm (a value of the column `by`) whose drafter
+    remembers text: by what `notes` say of the arm (`exactness.remembers`), or as its acceptance
+    length changes between repeats of the same prompts under the same noise. A warning says so."""
     counts = samples.pivot_table(["accepted", "passes"], by, "repeat", "sum")
     lengths = 1 + counts["accepted"] / counts["passes"]
-    remembers = lengths.index[lengths.max(axis=1) > (1 + NEAR_TIES) * lengths.min(axis=1)]
-    for name in remembers:
+    differ = lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)
+    remembering = [name for name in lengths.index if differ[name] or notes[name]]
+    for name in remembering:
+        repeats = f"{', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in repeats"
         log.warning(
-            f"{by} {name}: {', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in "
-            "repeats of the same prompts: its drafter remembers them, so only the first one counts"
+            f"{by} {name}: its drafter remembers text ({notes[name] or repeats}), so its figures "
+            "are of text that it has seen, and only the first repeat counts"
         )
-    return samples[(samples["repeat"] == 0) | ~samples[by].isin(remembers)]
+    return samples[(samples["repeat"] == 0) | ~samples[by].isin(remembering)]
 
 
 def full_batch(trace: Trace) -> tuple[float, int]:

@@ -16,6 +16,7 @@ from specexp.commands import app, options
 from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.measure import parameters
+from specexp.measure.exactness import verdict
 from specexp.trace import Trace
 
 
@@ -278,6 +279,20 @@ def test_generate_reports_speed_of_a_warm_engine(run, tiny_folders, monkeypatch)
     assert "100 tokens/s, 2.00x plain decoding (50 tokens/s); the fastest of 3 runs each" in out
     assert "doubtful: runs differ by 4.0x, is the machine busy?" in out
     assert out.count("x y x") == 1
+
+
+def test_generate_calls_the_speed_of_a_drafter_that_remembers_doubtful(
+    run, tiny_folders, monkeypatch
+):
+    """Its fastest run is not its first: that has shown it the text."""
+    monkeypatch.setattr(verdict, "remembers", lambda *_: "1.00 tokens a pass on new text, ...")
+    target, draft = tiny_folders
+    words = ["generate", "--target", target, "--drafter", draft, "--max-new-tokens", "8"]
+    code, out, _ = run(*words, "--prompt", "def mean")
+    assert code == 0
+    assert "doubtful: its drafter remembers text" in " ".join(out.split())
+    shown = json.loads(run(*words, "--prompt", "def mean", "--json")[1])
+    assert (shown["speed"]["credible"], shown["exact"]["pass"]) == (False, True)
 
 
 def test_generate_reads_prompts_file_and_writes_json_lines(run, tiny_folders, tmp_path):

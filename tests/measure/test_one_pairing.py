@@ -14,6 +14,7 @@ from specexp import api
 from specexp.drafters import Drafter
 from specexp.errors import UserError
 from specexp.measure import interleave, one_pairing, statistics, summaries
+from specexp.measure.exactness import certify, remembers
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
 
@@ -75,12 +76,12 @@ class Remembers(Drafter):
     def propose(self, seqs, tree, rng):
         lines = []
         for tokens, length in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True):
-            self.seen |= {tuple(tokens[i - 2 : i]): tokens[i] for i in range(2, length)}
+            self.seen.update({tuple(tokens[i - 2 : i]): tokens[i] for i in range(2, length)})
             line = tokens[max(0, length - 2) : length]
             for _ in range(len(tree) - 1):
                 line.append(self.seen.get(tuple(line[-2:]), 0))
             lines.append(line[len(line) - len(tree) + 1 :])
-        return seqs.draft(tree.nodes("cpu"), torch.tensor(lines))
+        return seqs.draft(tree.nodes("cpu"), torch.tensor(lines, dtype=torch.int64))
 
 
 def test_repeats_of_a_drafter_that_remembers_are_not_pooled(pairing, caplog):
@@ -88,7 +89,52 @@ def test_repeats_of_a_drafter_that_remembers_are_not_pooled(pairing, caplog):
     samples = one_pairing.latency_by_arm(arms, PROMPTS, 10, repeats=3)
     assert samples.groupby("arm")["repeat"].nunique().to_dict() == {"remembers": 1, "model": 3}
     [line] = [r.message for r in caplog.records if "remembers" in r.message]
-    assert "tokens a pass in repeats of the same prompts" in line
+    assert "tokens a pass on new text" in line
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_drafter_that_has_seen_all_before_it_is_timed_is_told(pairing, caplog, repeats):
+    """As in 20_latency: the check and the costs show it every prompt before the first repeat."""
+    own = pairing.with_(drafter=Remembers())
+    exact = certify(own.engine, own.encode([p.text for p in PROMPTS]), 10)
+    assert exact.bugs == 0
+    assert "tokens a pass on new text" in exact.remembers
+    assert "its drafter REMEMBERS text" in str(exact)
+    assert exact.metrics["exact/remembers"] == 1
+    one_pairing.pass_costs(own, PROMPTS, [1, 3], repeats=3)
+    samples = one_pairing.latency(own, PROMPTS, [1, 3], 10, repeats)
+    assert set(samples["repeat"]) == {0}
+    lines = [r.message for r in caplog.records if "its drafter remembers text" in r.message]
+    assert len(lines) == 2
+    assert all("tokens a pass on new text" in line for line in lines)
+    throughput = one_pairing.throughput(own, PROMPTS, [1], 6, repeats=3)
+    assert set(throughput["repeat"]) == {0}
+
+
+class Shares(Remembers):
+    """What one of them has seen, all remember."""
+
+    seen: dict[tuple[int, ...], int] = {}  # noqa: RUF012
+
+    def __init__(self):
+        pass
+
+
+def test_arms_that_share_a_memory_are_told(pairing, caplog):
+    arms = {"a": pairing.with_(drafter=Shares()), "b": pairing.with_(drafter=Shares)}
+    for arm in arms.values():
+        certify(arm.engine, arm.encode([p.text for p in PROMPTS]), 10)
+    one_pairing.duel(arms, PROMPTS, 10)
+    for arm in arms:
+        assert [r.message for r in caplog.records if f"arm {arm}: its drafter rem" in r.message]
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram", "suffix", "recycle", "early_exit:1"])
+def test_shipped_drafters_remember_nothing(pairing, drafter):
+    name = pairing.options["drafter"] if drafter == "model" else drafter
+    for temperature in (0.0, 0.9):
+        own = pairing.with_(drafter=name, temperature=temperature)
+        assert remembers(own.engine, own.encode([p.text for p in PROMPTS]), 10) == ""
 
 
 def test_costs_below_a_plain_pass_are_timed_again(pairing, monkeypatch):

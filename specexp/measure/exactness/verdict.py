@@ -14,6 +14,7 @@ import torch
 from specexp.engine import Engine
 from specexp.errors import counted
 from specexp.measure.exactness.draws import ALARM, Check, Witness
+from specexp.measure.exactness.memory import remembers
 from specexp.measure.exactness.reference import Reference, near_winners
 from specexp.rules import Match
 from specexp.sampling import likeliest
@@ -41,7 +42,8 @@ class Exactness:
     comparison shows; `replaced`: its name if Match was run in its place; both else "". `alone`:
     tokens whose logits were compared with those of the module without a cache; `strays`: how many
     of them differ beyond rounding; `unlikely`: how many of a greedy run are not the likeliest by
-    the very logits that the rule saw. checks: of draws of a sampled run."""
+    the very logits that the rule saw. checks: of draws of a sampled run. `remembers`: by what its
+    drafter shows that it remembers text (`memory.remembers`), else ""."""
 
     rows: int
     lossy: str = ""
@@ -52,6 +54,7 @@ class Exactness:
     strays: int = 0
     unlikely: int = 0
     checks: list[Check] = field(default_factory=list)
+    remembers: str = ""
 
     @property
     def ties(self) -> int:
@@ -84,13 +87,17 @@ class Exactness:
             "exact/detectable_tv_row": self.detectable_in_row,
             "exact/bias": max((check.bias for check in self.checks), default=0.0),
         }
-        return {
-            "exact/pass": float(self.bugs == 0 and not self.lossy),
-            "exact/ties": float(self.ties),
-            "exact/bugs": float(self.bugs),
-            "exact/tokens": float(self.tokens),
-            "exact/alone": float(self.alone),
-        } | (drawn if self.checks else {})
+        return (
+            {
+                "exact/pass": float(self.bugs == 0 and not self.lossy),
+                "exact/ties": float(self.ties),
+                "exact/bugs": float(self.bugs),
+                "exact/tokens": float(self.tokens),
+                "exact/alone": float(self.alone),
+            }
+            | (drawn if self.checks else {})
+            | ({"exact/remembers": 1.0} if self.remembers else {})
+        )
 
     def __str__(self) -> str:
         differing = sum(d.kind == "bug" for d in self.divergences)
@@ -111,6 +118,8 @@ class Exactness:
                 f" (a total variation of {self.detectable:.2g} in the mean would show{single}; a "
                 f"false alarm is one in {1 / ALARM:,.0f})"
             )
+        if self.remembers:
+            parts.append(f"its drafter REMEMBERS text ({self.remembers}): figures are of seen text")
         line = "; ".join(parts)
         return f"{line}; but the rule is {self.lossy}" if self.lossy else line
 
@@ -131,9 +140,11 @@ def check_rounds(
     exact: Exactness, engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> Exactness:
     """Generate with the engine's own rule and add to `exact`: whether the last rows' logits are
-    those of the module without a cache and, if greedy, their tokens the likeliest by them; and
-    whether the draws of all rows follow their distributions, if sampled by an exact rule."""
+    those of the module without a cache and, if greedy, their tokens the likeliest by them; whether
+    the draws of all rows follow their distributions, if sampled by an exact rule; and whether the
+    drafter remembers text."""
     counted = engine.sampling.temperature > 0 and not engine.rule.lossy
+    exact.remembers = remembers(engine, prompts, max_new_tokens)
     prompts = prompts if counted else prompts[-ALONE:]
     kept = range(max(0, len(prompts) - ALONE), len(prompts))
     witness, reference = Witness(engine, len(prompts), kept), Reference(engine.target)

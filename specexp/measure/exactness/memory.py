@@ -1,0 +1,38 @@
+"""Does a drafter remember text? One that does accepts more of what it has seen before, and checks,
+warm-ups and other arms have shown it every prompt before anything is timed.
+
+So it is tried on text that nothing has seen: sampled from the target under noise of its own, and
+the very same text once more. Under the rule Match both are the target's sample, whatever is
+drafted, and a drafter without a memory is right as often both times.
+"""
+
+from collections.abc import Sequence
+from itertools import count, islice
+
+from specexp.engine import Engine
+from specexp.policy import Fixed, Load
+from specexp.rules import Match
+from specexp.sampling import Sampling
+
+ALIKE = 0.02  # how far the passes of equal runs may differ, from near ties alone
+ROWS, TOKENS, HOT = 4, 32, 2.0  # of the text; at a high temperature no two samples are alike
+
+_unseen = count(1 << 20)  # streams of noise that this process has not used
+
+
+def remembers(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str:
+    """What the engine's drafter accepts of new text and of the same text once more, in words; empty
+    if that is alike, or if nothing is drafted."""
+    tree = engine.policy.choose(Load(1, 0)).tree
+    if not tree.depth:
+        return ""
+    apart = {"policy": Fixed(tree), "sampling": Sampling(HOT), "rule": Match(), "eos": ()}
+    tried, prompts = Engine.of(engine, **apart), prompts[-ROWS:]
+    streams = list(islice(_unseen, len(prompts)))
+    new, again = (
+        tried.generate(prompts, min(max_new_tokens, TOKENS), streams).trace.acceptance.length
+        for _ in range(2)
+    )
+    if not again > (1 + ALIKE) * new:
+        return ""
+    return f"{new:.2f} tokens a pass on new text, {again:.2f} on the same text once more"
