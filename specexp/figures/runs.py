@@ -9,6 +9,7 @@ from specexp.errors import counted
 from specexp.figures import style
 from specexp.figures.pairings import heat_map
 from specexp.measure.summaries import best_is_certain
+from specexp.tracking.mlflow_view import widened
 
 PAIRING = ("drafter", "target", "gamma", "temperature", "rule", "tree", "prompts")
 
@@ -49,7 +50,8 @@ def by_category(runs: pd.DataFrame) -> Figure:
 
 
 def rate_and_speedup(runs: pd.DataFrame) -> Figure:
-    """Speedup over acceptance rate with their intervals, one point a run from `tracking.runs`."""
+    """Speedup over acceptance rate with their intervals, one point a run from `tracking.runs`.
+    Those of speedups hold together: the fastest of many null runs is rarely called faster."""
     needed = ["metrics.acceptance/rate", "metrics.speedup/measured"]
     have = runs.dropna(subset=needed) if set(needed) <= set(runs) else runs.head(0)
     if have.empty:
@@ -57,6 +59,7 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
     have = have.rename(columns={"params.drafter": "drafter"})
     looks = style.marks(have["drafter"].unique())
     rates, speeds = (_within(have, *n) for n in zip(needed, ("rate_ci", "ci"), strict=True))
+    speeds = _together(speeds)
     with style.canvas(9.5, 5.2) as (figure, axes):
         axes.axhline(1, color=style.PLAIN, lw=1.5)
         for drafter, look in looks.items():
@@ -77,6 +80,14 @@ def _within(runs: pd.DataFrame, name: str, ends: str) -> pd.DataFrame:
     table = runs.reindex(columns=[f"{group}/{ends}_low", f"{group}/{ends}_high"]).astype(float)
     return table.set_axis(["low", "high"], axis=1).apply(
         lambda end: end.fillna(runs[name])).assign(value=runs[name])  # fmt: skip
+
+
+def _together(speeds: pd.DataFrame) -> pd.DataFrame:
+    """Speedups (`_within`) with intervals widened for the number of runs that have one."""
+    have = (speeds["low"] < speeds["high"]) & (speeds["low"] > 0)
+    rows = speeds.loc[have, ["value", "low", "high"]].to_numpy()
+    speeds.loc[have, ["low", "high"]] = [widened(v, low, high, len(rows)) for v, low, high in rows]
+    return speeds
 
 
 def _winner(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> str:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -66,6 +67,17 @@ class Answer(NamedTuple):
         number, *ends = (f"{each:{self.digits}}" for each in (value, low, high))
         unit = self.unit.removesuffix("s") if number == "1" else self.unit
         return f"{number}{unit}" + f" [{', '.join(ends)}]" * (low < high)
+
+
+def wider(many: int) -> float:
+    """How much wider 95 % intervals are if those of `many` runs are to hold together, so that any
+    of them may be picked (Bonferroni)."""
+    return NormalDist().inv_cdf(1 - 0.025 / many) / NormalDist().inv_cdf(0.975)
+
+
+def widened(value: float, low: float, high: float, many: int) -> tuple[float, float]:
+    """The ends of the interval of a ratio, one of `many`, on a logarithmic scale (see `wider`)."""
+    return value * (low / value) ** wider(many), value * (high / value) ** wider(many)
 
 
 ANSWERS = (

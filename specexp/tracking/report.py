@@ -19,7 +19,6 @@ from functools import cached_property
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import pandas as pd
@@ -290,9 +289,9 @@ def _interval(answer: mlflow_view.Answer, run: Run, many: int) -> tuple[float, f
     """A run's 95 % interval, widened so that those of `many` runs hold together, on a logarithmic
     scale if it is of a ratio; the value twice if none was logged."""
     value, (low, high) = run.metrics[answer.metric], answer.interval(run.metrics)
-    wider = NormalDist().inv_cdf(1 - 0.025 / many) / NormalDist().inv_cdf(0.975)
     if answer.even is not None and min(low, value, high) > 0:
-        return value * (low / value) ** wider, value * (high / value) ** wider
+        return mlflow_view.widened(value, low, high, many)
+    wider = mlflow_view.wider(many)
     most = high if answer.even is not None or low == high else 1.0  # of a share
     return max(0.0, value - wider * (value - low)), min(most, value + wider * (high - value))
 

@@ -1,10 +1,16 @@
 """Figures over many runs average what is alike, and say what to run where there is nothing."""
 
+from collections import Counter
+
+import numpy as np
 import pandas as pd
 import pytest
 
 from specexp import figures
+from specexp.measure import statistics
 from specexp.tracking import compare
+
+SIMULATIONS = 100
 
 
 def title(figure) -> str:
@@ -75,9 +81,10 @@ def test_figures_of_no_runs_say_what_to_run():
 @pytest.mark.parametrize(
     ("ends", "words"),
     [
-        ([(1.3, 1.5), (0.9, 1.1)], "Fastest: a, 1.40x [1.30, 1.50]"),
+        ([(1.3, 1.5), (0.9, 1.1)], "Fastest: a, 1.40x [1.29, 1.51]"),
         ([(1.2, 1.6), (1.1, 1.3)], "2 of 2 runs are certainly faster than plain decoding, none is"),
         ([(0.6, 0.8), (0.5, 0.7)], "0 of 2 runs are certainly faster"),
+        ([(1.01, 1.5), (0.9, 1.1)], "0 of 2 runs are certainly faster"),  # one by one, it would be
         ([(1.3, 1.5), (None, None)], "1 of 2 runs is certainly faster than plain decoding"),
     ],
 )
@@ -89,3 +96,18 @@ def test_fastest_run_is_named_only_above_all_other_intervals(ends, words):
         for name, (low, high) in zip("ab", ends, strict=True)
     ]  # fmt: skip
     assert words in title(figures.runs.rate_and_speedup(pd.DataFrame(rows)))
+
+
+def test_of_eight_runs_that_gain_nothing_hardly_any_is_called_faster():
+    """Each on 300 prompts, with the interval that it logs."""
+    rng, said = np.random.default_rng(0), Counter()
+    for _ in range(SIMULATIONS):
+        rows = []
+        for _ in range(8):
+            plain, fast = np.exp(rng.normal(0, 0.05, (2, 300)))
+            rows.append(statistics.speedup(plain, np.ones(300), fast, np.ones(300))[:3])
+        alone = pd.DataFrame(rows, columns=["value", "low", "high"])
+        said["alone"] += (alone["low"] > 1).any()
+        said["together"] += (figures.runs._together(alone)["low"] > 1).any()
+    assert said["alone"] >= 0.05 * SIMULATIONS
+    assert said["together"] <= 0.03 * SIMULATIONS
