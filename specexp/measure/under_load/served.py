@@ -1,6 +1,7 @@
 """What the steps and responses of servers say: rates, regrets, latencies, goodput."""
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,22 @@ def totals(steps: Sequence[ServerStep]) -> dict[str, float]:
 
 
 def _against(at: pd.DataFrame, base: str) -> Iterator[tuple[Any, pd.Series, statistics.Interval]]:
-    """Of each policy at one load: its name, its totals over turns, and its speedup over `base`."""
+    """Of each policy at one load: its name, its totals over turns, and its speedup over `base`. All
+    intervals at this load hold at once, so that any policy may be picked."""
     first = at[at["policy"] == base].set_index("turn")
-    for name, part in at.groupby("policy", sort=False):
-        here = part.set_index("turn").loc[first.index].drop(columns=["policy", "load"])
-        timed = first["s"], first["tokens"], here["s"], here["tokens"]
-        yield name, here.sum(), statistics.speedup(*timed, same_work=True)
+    parts = {
+        name: part.set_index("turn").loc[first.index].drop(columns=["policy", "load"])
+        for name, part in at.groupby("policy", sort=False)
+    }
+    draws = [
+        statistics.speedup_draws(first["s"], first["tokens"], here["s"], here["tokens"], batch=inf)
+        for name, here in parts.items()
+        if name != base
+    ]
+    others = iter(statistics.simultaneous(draws) if draws else ())
+    for name, here in parts.items():
+        own = statistics.Interval(1.0, 1.0, 1.0) if name == base else next(others)
+        yield name, here.sum(), own
 
 
 def rates(samples: pd.DataFrame) -> pd.DataFrame:
