@@ -253,7 +253,9 @@ def _by_turns(
         yield {arm: turn.result.trace for arm, turn in zip(turns, each, strict=True)}
 
 
-def _drop_remembered_repeats(samples: pd.DataFrame, by: str, notes: Mapping[Any, str]) -> pd.DataFrame:
+def _drop_remembered_repeats(
+    samples: pd.DataFrame, by: str, notes: Mapping[Any, str]
+) -> pd.DataFrame:
     """The samples without later repeats of an arm (a value of the column `by`) whose drafter
     remembers text: by what `notes` say of the arm (`exactness.remembers`), or as its acceptance
     length changes between repeats of the same prompts under the same noise. A warning says so."""
