@@ -124,7 +124,7 @@ def test_arms_that_share_a_memory_are_told(pairing, caplog):
     arms = {"a": pairing.with_(drafter=Shares()), "b": pairing.with_(drafter=Shares)}
     for arm in arms.values():
         certify(arm.engine, arm.encode([p.text for p in PROMPTS]), 10)
-    one_pairing.duel(arms, PROMPTS, 10)
+    one_pairing.latency_by_arm(arms, PROMPTS, 10)
     for arm in arms:
         assert [r.message for r in caplog.records if f"arm {arm}: its drafter rem" in r.message]
 
