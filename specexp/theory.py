@@ -139,12 +139,34 @@ def tokens_of_round(conditional: Sequence[float]) -> float:
     return 1 + math.fsum(accumulate(conditional, mul))
 
 
-def credible(speedup: float, length: float, predicted: float | None = None) -> bool:
-    """Whether a measured speedup is possible. A pass over several tokens is not faster than one
-    over a single token, so the speedup cannot exceed the acceptance length; nor does it miss a
-    prediction from the same machine threefold. Otherwise other work took time from one side."""
-    missed = speedup / predicted if predicted else 1.0
-    return speedup <= BEYOND * length and 1 / MISSED < missed < MISSED
+def credible(
+    speedup: float, length: float | None = None, predicted: float | None = None,
+    verify: float | None = None,
+) -> bool:  # fmt: skip
+    """Whether a measured speedup is possible: whether there are no `doubts`."""
+    return not doubts(speedup, length, predicted, verify)
+
+
+def doubts(
+    speedup: float, length: float | None = None, predicted: float | None = None,
+    verify: float | None = None,
+) -> list[str]:  # fmt: skip
+    """Why a measured speedup cannot be: other work took time from one side. None if it can.
+
+    A pass over several tokens is not faster than one over a single token. So the speedup cannot
+    exceed the acceptance length, nor `verify`, the time of the target pass and the rule in plain
+    steps, be below 1; and no speedup misses a prediction from the same machine threefold. What is
+    None is not checked."""
+    reasons = []
+    if length and speedup > BEYOND * length:
+        reasons.append(
+            f"a speedup of {speedup:.2f}x with {length:.2f} tokens per target pass is not credible"
+        )
+    if predicted and not 1 / MISSED < speedup / predicted < MISSED:
+        reasons.append(f"{speedup:.2f}x was measured where {predicted:.2f}x was predicted")
+    if verify is not None and verify < LEAST:
+        reasons.append(f"verifying a draft took only {verify:.2f} times as long as a plain step")
+    return reasons
 
 
 def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:

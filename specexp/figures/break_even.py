@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from specexp.errors import counted
 from specexp.figures import style
 from specexp.measure.break_even import break_even_alpha, break_even_batches
-from specexp.measure.summaries import pooled
+from specexp.measure.summaries import doubt_of_speedups, pooled
 from specexp.serving.cost_table import Costs, Fit
 
 
@@ -124,7 +124,8 @@ def speedup_map(
             axes.errorbar(at, rows, xerr=np.clip([at - low, high - at], 0, None), fmt="k|",
                           markersize=12, markeredgewidth=2, capsize=4, clip_on=False,
                           label="break-even batch, with its interval; [measured]")  # fmt: skip
-        style.title(figure, paying(costs, samples, contexts[0]))
+        style.title(figure, paying(costs, samples, contexts[0]) + (
+            "" if compared is None else doubt_of_speedups(compared)))  # fmt: skip
     return figure
 
 

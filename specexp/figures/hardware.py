@@ -10,6 +10,7 @@ from specexp.errors import counted
 from specexp.figures.style import share, times
 from specexp.measure.hardware.phases import PHASES
 from specexp.measure.hardware.suites import WORK
+from specexp.measure.statistics import NOT_CREDIBLE
 
 
 def heading(about: dict[str, Any]) -> str:
@@ -115,5 +116,7 @@ def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         "clean loop: a round without clocks between phases; overhead: its part outside draft and "
         "target passes",
         f"acceptance length {accepted['length']:.2f}: speedup {times(speedup['measured'])} "
-        f"measured, {speedup['from_passes']:.2f}x predicted from acceptance and the passes alone",
+        f"measured, {speedup['from_passes']:.2f}x predicted from acceptance and the passes alone"
+        + f"; {NOT_CREDIBLE}"
+        * (speedup["measured"]["doubt"] == NOT_CREDIBLE),
     ]

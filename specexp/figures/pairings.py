@@ -168,7 +168,7 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
     intervals; from `summaries.length_and_bias`. Hollow: a rule that is lossy by its kind."""
     lossy, looks = table["rule"].str.contains("lossy"), style.marks(table["rule"])
     for rule in table["rule"][lossy]:
-        looks[rule] = looks[rule] | {"markerfacecolor": "none", "markeredgewidth": 2}
+        looks[rule] = looks[rule] | style.HOLLOW
     tall = 2.0 + 0.42 * len(table)
     with style.panels(2, 5.25, tall, sharey=True) as (figure, (lengths, biases)):
         _bars(lengths, table, "rule", "length", looks)
@@ -191,7 +191,7 @@ def forest(measured: pd.DataFrame, lead: pd.DataFrame | None = None) -> Figure:
     """Speedup of each arm with its interval, the fastest first; from `summaries.speedups`.
     lead: how many times as fast the first arm is as each, paired by prompt, from
     `summaries.lead_over_others`."""
-    table = measured.sort_values("speedup", ascending=False).reset_index(drop=True)
+    table = summaries.judged(measured).sort_values("speedup", ascending=False, ignore_index=True)
     looks = style.marks(measured["arm"])
     lead = None if lead is None or lead.empty else lead  # of one arm there is nothing
     sides, tall = 1 if lead is None else 2, 2.0 + 0.42 * len(table)
@@ -230,19 +230,18 @@ def _rows(axes: Axes, table: pd.DataFrame, column: str, looks: dict[str, Any]) -
 
 def _winner(table: pd.DataFrame, lead: pd.DataFrame | None) -> str:
     """Which arm of `summaries.speedups`, the fastest first, is certainly faster than plain decoding
-    and than all others."""
-    best = summaries.fastest(table)
-    if (table["high"] < 1).all():
+    and than all others. A timing that is not credible counts for nothing."""
+    best, sound = summaries.fastest(table), summaries.sound(table)
+    if (table["high"] < 1).all() and sound.all():
         return "All are slower than plain decoding"
     alone = summaries.best_is_certain(table, "speedup") if lead is None else (lead["low"] > 1).all()
-    if best["low"] > 1 and alone:
+    if best["low"] > 1 and alone and sound.all():
         return f"{best['arm']}: {summaries.verdict(best)}"
-    if faster := int((table["low"] > 1).sum()):
+    if faster := int((table["low"][sound] > 1).sum()):
         they = f"{faster} of {len(table)} {'is' if faster == 1 else 'are'} certainly faster"
         return f"{they} than plain decoding" + ", none is certainly the fastest" * (faster > 1)
-    return "None is certainly faster than plain decoding" + f"; {best['doubt']}" * bool(
-        best["doubt"]
-    )
+    few = best["doubt"] if sound.all() else ""  # what is not credible is said once, at the end
+    return "None is certainly faster than plain decoding" + f"; {few}" * bool(few)
 
 
 def round_costs(costs: pd.DataFrame) -> Figure:
@@ -272,7 +271,7 @@ def round_costs(costs: pd.DataFrame) -> Figure:
             gamma, longer = int(costs["gamma"].iloc[-1]), check.iloc[-1] / check.iloc[0]
             finding = (f"Verifying {gamma + 1} tokens takes {longer:.2f}x as long as one; "
                        f"drafting {gamma} takes {draft.iloc[-1]:.2f} plain steps")  # fmt: skip
-        finding += summaries.doubt_of_passes(check)
+        finding += summaries.doubt_of_passes(check + parts["accept, commit"])
         style.title(figure, finding, no_intervals="medians of repeated rounds")
     return figure
 
@@ -286,6 +285,7 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
 
 def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> str:
     """`over_gamma` on these axes, and its title."""
+    measured = summaries.judged(measured, predicted)
     speedup_panel(axes, measured, "gamma", label="measured")
     predicted = predicted[predicted["gamma"] > 0]
     axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=style.PREDICTED,
@@ -293,10 +293,10 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
     axes.set_xlabel("draft length γ")
     axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
     best, by_gamma = summaries.fastest(measured), predicted.set_index("gamma")["speedup"]
-    return (
-        f"At γ = {best['gamma']:.0f}: {summaries.verdict(best)}; predicted "
-        f"{by_gamma[best['gamma']]:.2f}x"
-        + summaries.doubt_of_speedups(measured, by_gamma[measured["gamma"]])
+    claim = f"At γ = {best['gamma']:.0f}: {summaries.verdict(best)}"
+    said = summaries.NOT_CREDIBLE in claim
+    return f"{claim}; predicted {by_gamma[best['gamma']]:.2f}x" + (
+        "" if said else summaries.doubt_of_speedups(measured)
     )
 
 
@@ -324,6 +324,7 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
               f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: "
               f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens a second in plain "
               f"decoding, {last['tok_s'] / first['tok_s']:.1f}x with speculation"
+              + summaries.doubt_of_speedups(summaries.judged(by_batch))
         )  # fmt: skip
     return figure
 
@@ -337,15 +338,17 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
             speedup_panel(axes, served, "load", label="continuous batching", color=style.PREDICTED,
                           marker="s", ls="--")  # fmt: skip
         style.batch_axis(axes, by_batch["batch"])
-        style.title(figure, crossing(by_batch) + summaries.doubt_of_speedups(by_batch))
+        every = pd.concat([summaries.judged(by_batch), served])
+        style.title(figure, crossing(by_batch) + summaries.doubt_of_speedups(every))
     return figure
 
 
 def crossing(by_batch: pd.DataFrame) -> str:
     """The batch size at which speculation stops paying, in words; only intervals that exclude 1
-    count."""
-    first = by_batch.iloc[0]
-    with_interval = by_batch[by_batch["low"] < by_batch["high"]]  # more than one sample
+    count, and only of credible timings."""
+    first, by_batch = by_batch.iloc[0], summaries.judged(by_batch)
+    more = by_batch["low"] < by_batch["high"]  # than one sample
+    with_interval = by_batch[more & summaries.sound(by_batch)]
     pays = with_interval[with_interval["low"] > 1]["batch"]
     costs = with_interval[with_interval["high"] < 1]["batch"]
     start, end = (

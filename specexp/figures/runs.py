@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from specexp.errors import counted
 from specexp.figures import style
 from specexp.figures.pairings import heat_map
+from specexp.measure.statistics import NOT_CREDIBLE
 from specexp.measure.summaries import best_is_certain
 from specexp.tracking.mlflow_view import widened
 
@@ -50,28 +51,38 @@ def by_category(runs: pd.DataFrame) -> Figure:
 
 
 def rate_and_speedup(runs: pd.DataFrame) -> Figure:
-    """Speedup over acceptance rate with their intervals, one point a run from `tracking.runs`.
-    Those of speedups hold together: the fastest of many null runs is rarely called faster."""
+    """Speedup over acceptance rate with their intervals, one point a run from `tracking.runs`;
+    hollow where the timing is not credible. The intervals of speedups hold together: the fastest
+    of many null runs is rarely called faster."""
     needed = ["metrics.acceptance/rate", "metrics.speedup/measured"]
     have = runs.dropna(subset=needed) if set(needed) <= set(runs) else runs.head(0)
     if have.empty:
         return style.nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
     have = have.rename(columns={"params.drafter": "drafter"})
+    sound = have.get("metrics.speedup/credible", pd.Series(1, have.index)) != 0
     looks = style.marks(have["drafter"].unique())
     rates, speeds = (_within(have, *n) for n in zip(needed, ("rate_ci", "ci"), strict=True))
     speeds = _together(speeds)
     with style.canvas(9.5, 5.2) as (figure, axes):
         axes.axhline(1, color=style.PLAIN, lw=1.5)
         for drafter, look in looks.items():
-            own = have["drafter"] == drafter
-            across, up = rates[own], speeds[own]
-            axes.errorbar(across["value"], up["value"], style.ends(up, "value"),
-                          style.ends(across, "value"), ls="", elinewidth=1, capsize=2,
-                          markersize=8, label=drafter, **look)  # fmt: skip
+            for own, inside in ((~sound, style.HOLLOW), (sound, {})):
+                across, up = (each[own & (have["drafter"] == drafter)] for each in (rates, speeds))
+                if len(up):
+                    axes.errorbar(across["value"], up["value"], style.ends(up, "value"),
+                                  style.ends(across, "value"), ls="", elinewidth=1, capsize=2,
+                                  markersize=8, label=drafter, **look | inside)  # fmt: skip
         axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
         style.per_cent(axes, "x")
-        style.title(figure, _winner(have, rates, speeds))
+        claim = _winner(have[sound], rates[sound], speeds[sound]) if sound.any() else ""
+        style.title(figure, "; ".join(filter(None, [claim, _left_out((~sound).sum())])))
     return figure
+
+
+def _left_out(runs: int) -> str:
+    """What a title says of so many runs that are drawn hollow."""
+    named = counted(runs, "run")
+    return f"hollow, not counted: {named}, {NOT_CREDIBLE}" * bool(runs)
 
 
 def _within(runs: pd.DataFrame, name: str, ends: str) -> pd.DataFrame:
@@ -108,17 +119,23 @@ def _winner(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> st
 
 
 def over_batch(curves: pd.DataFrame) -> Figure:
-    """Speedup over batch, a line a run, from `compare.curves(runs, "speedup/at_batch")`."""
+    """Speedup over batch, a line a run, from `compare.curves(runs, "speedup/at_batch")`; hollow
+    where timings are not credible."""
     if curves.empty:
         return style.nothing("No run has a batch sweep yet: run 30_throughput_under_batch")
     looks = style.marks(curves["drafter"].unique())
+    curves = curves.assign(credible=curves.get("credible", True))
     with style.canvas() as (figure, axes):
         axes.axhline(1, color=style.PLAIN, lw=1.5)
         for (drafter, _), part in curves.groupby(["drafter", "run_id"], sort=False):
-            style.points(axes, part, "step", "value", label=drafter, **looks[drafter])
+            inside = {} if part["credible"].all() else style.HOLLOW
+            style.points(axes, part, "step", "value", label=drafter, **looks[drafter] | inside)
         style.batch_axis(axes, sorted(curves["step"].unique()))
         axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
-        largest = curves[curves["step"] == curves["step"].max()].sort_values("value")
-        each = dict.fromkeys([style.times(largest.iloc[0]), style.times(largest.iloc[-1])])
-        style.title(figure, f"Speedup at batch {largest['step'].iloc[0]}: {' to '.join(each)}")
+        sound = curves[curves["credible"]].sort_values("value")
+        largest = sound[sound["step"] == sound["step"].max()].to_dict("records")
+        each = dict.fromkeys(map(style.times, [*largest[:1], *largest[-1:]]))
+        claim = f"Speedup at batch {largest[0]['step']}: {' to '.join(each)}" if each else ""
+        doubtful = curves.loc[~curves["credible"], "run_id"].nunique()
+        style.title(figure, "; ".join(filter(None, [claim, _left_out(doubtful)])))
     return figure

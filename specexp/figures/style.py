@@ -25,6 +25,7 @@ DOUBTFUL = 0.8  # R² of a fit of costs below which the measurement was probably
 WIDEST = 10.5  # inches: in a page 700 pixels wide such a figure can still be read
 NARROW, WIDE = 5, 500  # ranges of a logarithmic axis, highest over lowest
 WIDE_SHARE = 0.5  # an interval of a share that is wider says only that prompts are too few
+HOLLOW = {"markerfacecolor": "none", "markeredgewidth": 2}  # a rule that is lossy; a doubtful run
 SHEET: Any = {
     "figure.facecolor": "white", "axes.titlelocation": "left", "axes.titlesize": 12,
     "legend.frameon": False, "legend.fontsize": 9, "figure.labelsize": 12, "hatch.linewidth": 0.6,

@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from specexp.figures import style
 from specexp.figures.pairings import speedup_panel
+from specexp.measure.summaries import doubt_of_speedups
 
 LOAD_AWARE = ("goodput", "greedy", "bandit", "threshold", "table")
 SHOWN = {
@@ -57,7 +58,7 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
         right.set(ylabel="regret: share of tokens/s lost",
                   ylim=(None, min(right.get_ylim()[1], 0.5)))  # fmt: skip
         style.per_cent(right)
-        style.title(figure, _verdict(rates, regrets))
+        style.title(figure, _verdict(rates, regrets) + doubt_of_speedups(rates))
     return figure
 
 

@@ -170,19 +170,21 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
     """Measured against predicted speedups, from a `sweep`.
 
     One row a draft length and batch, with columns gamma, batch, context (slots); the measured
-    speedup and its interval low, high; predicted, from the acceptance of `accepted`; and
+    speedup, its interval low, high and its doubt; predicted, from the acceptance of `accepted`; and
     predicted_own, from that of the very same runs, whose error comes from the cost table alone."""
     usual = summaries.pooled(accepted).conditional
     rows = []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
         context = part["context"].mean()
         (measured,) = statistics.simultaneous([summaries.speedup(part)])
-        own = summaries.pooled(part).conditional
+        record = summaries.pooled(part)
+        own = costs.speedup(batch, gamma, record.conditional, context)
+        fits = theory.credible(measured.value, record.length, own)
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}
             | measured.columns("speedup")
-            | {"predicted": costs.speedup(batch, gamma, usual, context)}
-            | {"predicted_own": costs.speedup(batch, gamma, own, context)}
+            | {"doubt": measured.doubt if fits else statistics.NOT_CREDIBLE}
+            | {"predicted": costs.speedup(batch, gamma, usual, context), "predicted_own": own}
         )
     return pd.DataFrame(rows)
 
@@ -222,6 +224,7 @@ def metrics(
         "costs/fit_r2": fit.r2,
         "map/predicted_error": predicted_error(compared),
         "map/predicted_error_own": predicted_error(compared, "predicted_own"),
+        "speedup/credible": float(summaries.sound(compared).all()),
     }
     batches = break_even_batches(costs, accepted, context).set_index("gamma")
     return figures, series | {

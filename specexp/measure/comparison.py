@@ -52,6 +52,7 @@ def with_plain(
     prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts)]
     arms = {pairing.drafter: pairing}
     samples = one_pairing.latency_by_arm(arms, prompts, max_new_tokens, repeats)
-    (speedup,) = statistics.simultaneous([summaries.speedup(samples)])
+    [row] = summaries.speedups(samples, "arm").to_dict("records")
+    speedup = Interval(*(row[name] for name in ("speedup", "low", "high", "doubt")))
     exactness = certify(pairing.engine, pairing.encode(texts), max_new_tokens)
     return Comparison(speedup, len(prompts), exactness, summaries.pooled(samples))

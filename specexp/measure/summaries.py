@@ -108,14 +108,15 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
 # --- speedup -------------------------------------------------------------------------------------
 
 
-def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
+def speedups(
+    samples: pd.DataFrame, by: str, expected: pd.DataFrame | None = None
+) -> pd.DataFrame:  # fmt: skip
     """The speedup over plain decoding, one row a value of the column `by` (an arm).
 
     samples: rows of `one_pairing.latency`, `latency_by_arm` or `throughput`. Columns: that one;
     speedup with its interval low, high and doubt (see `statistics.Interval`); tok_s and plain_tok_s
     (tokens a second); acceptance length and rate. All intervals hold at once, so that any row may
-    be picked. A speedup above the acceptance length is not credible: a target pass over several
-    tokens is never faster than over one.
+    be picked. What cannot be, by itself or by what is `expected`, is marked (see `judged`).
 
     Column promised, the same in all rows: the speedup to expect of the fastest, without the luck by
     which it came out first (see `leave_one_out`)."""
@@ -125,7 +126,7 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     rows = [
         {by: key}
         | s.columns("speedup")
-        | {"doubt": s.doubt if theory.credible(s.value, record.length) else NOT_CREDIBLE}
+        | {"doubt": s.doubt}
         | {"tok_s": part["tokens"].sum() / part["s"].sum()}
         | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
         | {"length": record.length, "rate": record.rate}
@@ -134,7 +135,29 @@ def speedups(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     table, chosen = pd.DataFrame(rows), leave_one_out(samples, by)
     plain_s, plain_tokens, s, tokens = chosen[["plain_s", "plain_tokens", "s", "tokens"]].sum()
     table["promised"] = (plain_s / plain_tokens) / (s / tokens)
-    return table
+    return judged(table, expected)
+
+
+def judged(measured: pd.DataFrame, expected: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The rows of `speedups`, with doubt `NOT_CREDIBLE` in those that `theory.credible` rejects.
+
+    expected: from `predicted` or `foreseen`: a row for each value of its first column that there is
+    something to expect of, with columns speedup and verify."""
+    by = "" if expected is None else expected.columns[0]
+    rows = {} if expected is None else expected.set_index(by).to_dict("index")
+    doubts = []
+    for _, row in measured.iterrows():
+        other = rows.get(row[by], {}) if by else {}
+        fits = theory.credible(
+            row["speedup"], row.get("length"), other.get("speedup"), other.get("verify")
+        )
+        doubts.append(row.get("doubt", "") if fits else NOT_CREDIBLE)
+    return measured.assign(doubt=doubts)
+
+
+def sound(measured: pd.DataFrame) -> pd.Series:
+    """Which rows of `speedups` are credible."""
+    return measured["doubt"] != NOT_CREDIBLE
 
 
 def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
@@ -212,15 +235,31 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
 
     costs: from `one_pairing.pass_costs`. record: acceptance at the longest draft; positions that it
     never reached count as never accepted. One row a draft length, with columns gamma, tokens (of a
-    round) and speedup."""
+    round), speedup and verify (a pass and the rule, in plain steps)."""
     step = step_s(costs)
     acceptance = [*record.conditional, *[0.0] * int(costs["gamma"].max())]
     rows = []
     for gamma, draft, verify, rest in costs.itertuples(index=False):
         tokens = theory.tokens_of_round(acceptance[:gamma])
         speedup = theory.measured_speedup(acceptance[:gamma], draft, verify + rest, step)
-        rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup})
+        rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup,
+                     "verify": (verify + rest) / step})  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def foreseen(samples: pd.DataFrame, by: str, costs: pd.DataFrame) -> pd.DataFrame:
+    """The speedup predicted from the acceptance length of each arm and the costs of its rounds.
+
+    costs: from `one_pairing.costs`, with values of the column `by` of the samples as arms. One row
+    an arm of both, with columns `by`, speedup and verify (a pass and the rule, in plain steps)."""
+    rows = []
+    for row in costs.to_dict("records"):
+        part = samples[samples[by] == row["arm"]]
+        if len(part):
+            check = row["verify_s"] + row["rest_s"]
+            speedup = pooled(part).length * row["step_s"] / (row["draft_s"] + check)
+            rows.append({by: row["arm"], "speedup": speedup, "verify": check / row["step_s"]})
+    return pd.DataFrame(rows, columns=[by, "speedup", "verify"])
 
 
 def fastest(measured: pd.DataFrame) -> pd.Series:
@@ -241,18 +280,15 @@ def verdict(row: pd.Series) -> str:
     return f"{claim} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{but}{doubt}"
 
 
-def doubt_of_speedups(measured: pd.DataFrame, predicted: pd.Series | None = None) -> str:
-    """What to add to a title if a row of `speedups` is not credible, else "". predicted: the
-    speedup expected of each row."""
-    expected = [None] * len(measured) if predicted is None else predicted
-    rows = zip(measured["speedup"], measured["length"], expected, strict=True)
-    return "" if all(theory.credible(*row) for row in rows) else f"; {NOT_CREDIBLE}"
+def doubt_of_speedups(measured: pd.DataFrame) -> str:
+    """What to add to a title if a row of `speedups` is not credible, else ""."""
+    return "" if sound(measured).all() else f"; {NOT_CREDIBLE}"
 
 
 def doubt_of_passes(steps: pd.Series) -> str:
     """What to add to a title if a pass over several tokens seems to take less time than one over a
     single token, else "". steps: times of such passes, in passes over one."""
-    return f"; {NOT_CREDIBLE}" if steps.min() < theory.LEAST else ""
+    return "" if all(theory.credible(1.0, verify=s) for s in steps) else f"; {NOT_CREDIBLE}"
 
 
 def best_is_certain(table: pd.DataFrame, column: str) -> bool:
@@ -298,12 +334,12 @@ def latency_metrics(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of a sweep of gamma, from `one_pairing.latency` and `predicted`. The
     headline figures are those of the fastest draft length: its interval, and what it promises."""
-    measured = speedups(samples, "gamma")
+    measured = speedups(samples, "gamma", predictions)
     best = fastest(measured)
     at_best = samples[samples["gamma"] == best["gamma"]]
     metrics, series = acceptance_metrics(at_best)
     by_gamma = predictions.set_index("gamma")["speedup"].to_dict()
-    metrics |= _headline(best, by_gamma[best["gamma"]]) | {
+    metrics |= _headline(best, measured) | {
         "speedup/predicted": by_gamma[best["gamma"]],
         "speedup/best_gamma": best["gamma"],
         "latency/ttft_ms": 1e3 * at_best["ttft_s"].median(),
@@ -323,7 +359,10 @@ def arm_metrics(
     `one_pairing.costs`."""
     metrics, series = acceptance_metrics(samples)
     row = costs.set_index("arm").loc[samples["arm"].iloc[0]]
-    return metrics | _headline(speedups(samples, "arm").iloc[0]) | {
+    expected = foreseen(samples, "arm", costs)
+    measured = speedups(samples, "arm", expected)
+    return metrics | _headline(measured.iloc[0], measured) | {
+        "speedup/predicted": expected["speedup"].iloc[0],
         "latency/ttft_ms": 1e3 * samples["ttft_s"].median(),
         "cost/draft_steps": row["draft_s"] / row["step_s"],
         "cost/verify_steps": row["verify_s"] / row["step_s"],
@@ -333,17 +372,19 @@ def arm_metrics(
     }, series  # fmt: skip
 
 
-def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, Any]]:
+def throughput_metrics(
+    samples: pd.DataFrame, expected: pd.DataFrame | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of a sweep of the batch size, from `one_pairing.throughput`. The headline
-    figures are those of the smallest batch.
+    figures are those of the smallest batch. expected: at some sizes, from `foreseen`.
 
     `throughput/crossing_batch`: the smallest batch whose whole interval lies below 1."""
-    by_batch = speedups(samples, "batch")
+    by_batch = speedups(samples, "batch", expected)
     once = (samples["batch"] == samples["batch"].min()) & (samples["repeat"] == 0)
     metrics, series = acceptance_metrics(samples[once])  # all other rows repeat these prompts
-    metrics |= _headline(by_batch.iloc[0])
+    metrics |= _headline(by_batch.iloc[0], by_batch)
     metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
-    with_interval = by_batch[by_batch["low"] < by_batch["high"]]  # more than one sample
+    with_interval = by_batch[(by_batch["low"] < by_batch["high"]) & sound(by_batch)]
     losing = with_interval[with_interval["high"] < 1]["batch"]
     if len(losing):
         metrics["throughput/crossing_batch"] = losing.iloc[0]
@@ -357,10 +398,11 @@ def throughput_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     }
 
 
-def _headline(row: pd.Series, predicted: float | None = None) -> dict[str, float]:
+def _headline(row: pd.Series, measured: pd.DataFrame) -> dict[str, float]:
+    """Metrics of a row of `speedups`, credible only if all that were timed with it are."""
     return {
         "speedup/measured": row["speedup"], "speedup/ci_low": row["low"],
-        "speedup/credible": float(theory.credible(row["speedup"], row["length"], predicted)),
+        "speedup/credible": float(sound(measured).all()),
         "speedup/ci_high": row["high"], "throughput/tok_s": row["tok_s"],
         "throughput/plain_tok_s": row["plain_tok_s"],
     }  # fmt: skip

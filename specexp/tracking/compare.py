@@ -29,10 +29,9 @@ def headline(result: Path) -> str:
 
 
 def has_doubtful_timing(result: Path) -> bool:
-    """Whether a speedup that it logged is not credible (`speedup/credible` is 0)."""
+    """Whether a timing of a result, or of a rival in it, is not credible."""
     record = results.read(result / results.RESULT)
-    each = (run["metrics"] for run in results.runs_in(record).values()) if record else ()
-    return any(metrics.get("speedup/credible") == 0 for metrics in each)
+    return any(map(mlflow_view.doubts, results.runs_in(record).values() if record else ()))
 
 
 def show(console: Console, runs: pd.DataFrame) -> None:
@@ -146,17 +145,20 @@ def categories(runs: pd.DataFrame) -> list[str]:
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
     """One series of all runs that logged it, with its interval: columns run_id, drafter, step,
-    value, low and high (the value where none was logged)."""
+    value, low and high (the value where none was logged), and credible, false if the run's timings
+    are not."""
     column = f"metrics.{series}"
     having = runs[runs[column].notna()] if column in runs else runs.head(0)
     rows = []
     for _, run in having.iterrows():
         value, *ends = (track.curve(run["run_id"], f"{series}{e}") for e in ("", "_low", "_high"))
         rows += [
-            [run["run_id"], run["params.drafter"], step, y, *(end.get(step, y) for end in ends)]
+            [run["run_id"], run["params.drafter"], step, y, *(end.get(step, y) for end in ends),
+             run.get("metrics.speedup/credible") != 0]
             for step, y in sorted(value.items())
-        ]
-    return pd.DataFrame(rows, columns=["run_id", "drafter", "step", "value", "low", "high"])
+        ]  # fmt: skip
+    columns = ["run_id", "drafter", "step", "value", "low", "high", "credible"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _differing(texts: pd.Series) -> pd.Series:

@@ -9,6 +9,7 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from specexp import theory
 from specexp.errors import DEEPEST, brief, last_parts
 from specexp.tracking.results import is_simulated, runs_in
 
@@ -45,7 +46,7 @@ LINES = (
 class Answer(NamedTuple):
     """A metric that answers a question; the name of its interval's ends without `_low`, `_high`;
     how the number is written and its unit; what follows, in a column and in a sentence; whether the
-    smallest is best, and the value that a clear result differs from."""
+    smallest is best, the value that a clear result differs from, and whether it rests on times."""
 
     metric: str
     ends: str
@@ -55,6 +56,7 @@ class Answer(NamedTuple):
     words: str
     least: bool = False
     even: float | None = None
+    timed: bool = True
 
     def interval(self, metrics: Mapping[str, float]) -> tuple[float, float]:
         """The ends of the logged interval; the value twice if none was logged."""
@@ -81,22 +83,46 @@ def widened(value: float, low: float, high: float, many: int) -> tuple[float, fl
 
 
 ANSWERS = (
-    Answer("fleet/replicas", "", ".0f", " replicas", "", "", least=True),
+    Answer("fleet/replicas", "", ".0f", " replicas", "", "", least=True, timed=False),
     Answer("regret/worst", "regret/worst", ".1%", "", " regret",
            " of tokens/s lost at worst to the best fixed policy", least=True),
     Answer("speedup/measured", "speedup/ci", ".2f", "x", "", " of plain decoding's speed", even=1),
     Answer("acceptance/rate", "acceptance/rate_ci", ".0%", "", " accepted",
-           " of draft tokens accepted"),
+           " of draft tokens accepted", timed=False),
 )  # fmt: skip
 
 
-def answers(record: Mapping[str, Any]) -> Iterator[tuple[Answer, str, str]]:
-    """The figures of a run that answer, with their intervals; and a mark of those simulated."""
+def doubts(record: Mapping[str, Any]) -> list[str]:
+    """Why the timings that a run logged cannot be; none if they can, or are simulated."""
     metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
+    if is_simulated("speedup/measured", simulated):
+        return []
+    verify = metrics.get("cost/verify_steps")
+    reasons = theory.doubts(
+        metrics.get("speedup/measured", 1.0),
+        metrics.get("acceptance/length"),
+        metrics.get("speedup/predicted") if "speedup/measured" in metrics else None,
+        None if verify is None else verify + metrics.get("cost/rest_steps", 0.0),
+    )
+    own = ["a timing was not credible"] * (metrics.get("speedup/credible") == 0)
+    return reasons or own
+
+
+def marked(record: Mapping[str, Any], doubtful: bool = False) -> dict[str, float]:
+    """The column that says so in tables of runs, if timings are doubtful."""
+    return {"metrics.speedup/credible": 0.0} if doubtful or doubts(record) else {}
+
+
+def answers(record: Mapping[str, Any]) -> Iterator[tuple[Answer, str, str]]:
+    """The figures of a run that answer, with their intervals; and a mark of those simulated, and of
+    timings that cannot be."""
+    metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
+    doubtful = bool(doubts(record))
     for a in ANSWERS:
         if a.metric in metrics:
             figure = a.figure(metrics[a.metric], *a.interval(metrics))
-            yield a, figure, " simulated" * is_simulated(a.metric, simulated)
+            mark = " simulated" * is_simulated(a.metric, simulated)
+            yield a, figure, mark or " (doubtful)" * (doubtful and a.timed)
 
 
 def short_answers(record: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,6 @@ from typing import Any
 
 import pandas as pd
 
-from specexp import theory
 from specexp.errors import UserError, counted
 from specexp.terminal import harmless
 from specexp.tracking import compare, mlflow_view, provenance, results, runs
@@ -116,19 +115,10 @@ class Run:
 
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
-        metrics, tags, reasons = self.metrics, self.tags, list[str]()
-        simulated = tags.get("simulated", "")
-        if all(results.is_simulated(n, simulated) for n in metrics if n.startswith(TIMED)):
-            return reasons
-        speedup, length = metrics.get("speedup/measured", 0), metrics.get("acceptance/length")
-        if length and speedup > theory.BEYOND * length:
-            reasons.append(
-                f"a speedup of {speedup:.2f}x with {length:.2f} tokens per target pass is not "
-                "credible"
-            )
-        predicted = metrics.get("speedup/predicted") or speedup
-        if speedup and not 1 / theory.MISSED < speedup / predicted < theory.MISSED:
-            reasons.append(f"{speedup:.2f}x was measured where {predicted:.2f}x was predicted")
+        tags, simulated = self.tags, self.tags.get("simulated", "")
+        if all(results.is_simulated(n, simulated) for n in self.metrics if n.startswith(TIMED)):
+            return []
+        reasons = mlflow_view.doubts({"metrics": self.metrics, "tags": tags})
         if (drift := _drift(self.rounds)) > DRIFT:
             reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
         numbers = [tags.get("load"), tags.get("threads")]
@@ -225,12 +215,18 @@ def answer(part: Sequence[Run]) -> str:
 
 
 def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer, list[Run]] | None:
-    """The first metric that answers and that runs have, with these runs, the best first."""
+    """The first metric that answers and that runs have, with these runs, the best first: but those
+    of doubtful timings last."""
     for answer in mlflow_view.ANSWERS:
         if having := [run for run in part if answer.metric in run.metrics]:
             order = {run: run.metrics[answer.metric] for run in having}
-            return answer, sorted(having, key=order.__getitem__, reverse=not answer.least)
+            having.sort(key=order.__getitem__, reverse=not answer.least)
+            return answer, sorted(having, key=lambda run: _doubtful(answer, run))
     return None
+
+
+def _doubtful(answer: mlflow_view.Answer, run: Run) -> bool:
+    return answer.timed and bool(run.doubts())
 
 
 def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
@@ -249,9 +245,10 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
         return round(2 + 96 * (value - least) / width, 1)
 
     rows = [
-        (run.label, answer.figure(*each), *map(place, each))
+        (run.label, answer.figure(*each) + " (doubtful)" * _doubtful(answer, run),
+         *map(place, each))
         for run, each in zip(having, ranges, strict=True)
-    ]
+    ]  # fmt: skip
     return rows, None if answer.even is None else place(answer.even)
 
 
@@ -265,19 +262,26 @@ def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
     text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
     if not has_interval:
         text += ", without an interval, so nothing is certain"
+    elif _doubtful(answer, best):
+        text += ": a doubtful timing"
     elif answer.even is not None:
         clear = "certainly faster" if low > answer.even else "certainly slower"
-        clear = "a doubtful timing" if best.doubts() else clear
         text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
     for metric, words in BESIDE.items():
         if metric in best.metrics:
             text += f"; {words.format(best.metrics[metric])}"
     if many == 1:
         return f"{text}."
-    text += f". It is the best of {many} runs"
+    sure = [run for run in having if not _doubtful(answer, run)]
+    if not sure:
+        return f"{text}. None of the {many} runs is called the best, as all timings are doubtful."
+    if len(sure) == 1 < many:
+        return f"{text}. The timings of {counted(many - 1, 'other run')} are doubtful."
+    text += f". It is the best of {len(sure)} runs"
+    text += f", besides {many - len(sure)} of doubtful timings" * (len(sure) < many)
     if not has_interval:
         return f"{text}."
-    others = ((run.label, *_interval(answer, run, many)) for run in having if run is not best)
+    others = ((run.label, *_interval(answer, run, many)) for run in sure if run is not best)
     close = [label for label, least, most in others if most >= low and least <= high]
     rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
     return f"{text}, and its interval is widened for that; " + (
@@ -373,7 +377,7 @@ def frame(part: Sequence[Run]) -> pd.DataFrame:
         {"experiment": run.experiment, "run_id": run.folder.name, "name": run.label}
         | {f"params.{k}": v for k, v in mlflow_view.as_params(run.record).items()}
         | {f"metrics.{k}": v for k, v in run.metrics.items()}
-        | ({"metrics.speedup/credible": 0.0} if run.doubts() else {})
+        | mlflow_view.marked(run.record, bool(run.doubts()))
         | {f"tags.{k}": v for k, v in run.tags.items()}
         for run in part
     )

@@ -402,8 +402,8 @@ def has_database() -> bool:
 
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
     """Finished runs that none supersedes, newest first: columns `params.x`, `metrics.group/name`,
-    `tags.x`. `grid`: only runs of this grid's points, whichever grid ran them. Raises
-    StoreUnreachable, StoreCorrupt."""
+    `tags.x`; `metrics.speedup/credible` is 0 where timings cannot be. `grid`: only runs of this
+    grid's points, whichever grid ran them. Raises StoreUnreachable, StoreCorrupt."""
     import pandas as pd
 
     store, keys = backend(), results.keys_of(grid or "")
@@ -419,6 +419,7 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
         {"experiment": name, "run_id": run.info.run_id, "name": run.info.run_name}
         | {f"params.{k}": v for k, v in run.data.params.items()}
         | {f"metrics.{k}": v for k, v in run.data.metrics.items()}
+        | mlflow_view.marked({"metrics": run.data.metrics, "tags": run.data.tags})
         | {f"tags.{k}": v for k, v in run.data.tags.items() if not k.startswith("mlflow.")}
         for name, run in sorted(finished, key=lambda pair: pair[1].info.start_time, reverse=True)
     )

@@ -19,6 +19,7 @@ from specexp import drafters, fitting, objects
 from specexp.drafters import Prepared
 from specexp.drafters.model import DraftModel
 from specexp.errors import UserError
+from specexp.measure import one_pairing
 from specexp.models.load import of_module
 from specexp.policy import Plan
 from specexp.rules import Match, Reject
@@ -289,6 +290,19 @@ def test_compare_with_plain_prints_the_speedup_and_the_verdict(load):
     assert repr(comparison) == str(comparison)
     assert load(Ones(), rule="typical:0.9", temperature=1.0).compare_with_plain(
         TEXTS[0], 4).exact is False  # fmt: skip
+
+
+def test_comparison_that_cannot_be_is_not_called_faster(load, monkeypatch):
+    whole = one_pairing.latency_by_arm
+
+    def disturbed(*arguments):
+        samples = whole(*arguments)
+        return samples.assign(plain_s=50 * samples["s"])
+
+    monkeypatch.setattr(one_pairing, "latency_by_arm", disturbed)
+    said = str(load(Echo()).compare_with_plain(TEXTS, max_new_tokens=8))
+    assert "x, but not credible: was the machine busy?" in said
+    assert "faster" not in said
 
 
 # --- bad input -----------------------------------------------------------------------------------

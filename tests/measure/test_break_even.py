@@ -263,6 +263,16 @@ def test_compare_is_exact_for_a_true_table():
     assert next(off.itertuples(index=False))[:3] == (1, 2, 128)
 
 
+def test_measured_points_of_a_map_that_cannot_be_are_said():
+    table, taxes = planted(), pd.DataFrame({"batch": [2, 8], "tax": [0.1, 0.0]})
+    for factor, credible in ((1.1, 1), (3.5, 0), (0.3, 0)):
+        compared = break_even.compare(table, SAMPLES, throughputs(table, factor))
+        figure = figures.break_even.speedup_map(table, SAMPLES, compared=compared)
+        assert ("not credible" in figure.get_suptitle()) != credible
+        metrics, _ = break_even.metrics(table, SAMPLES, compared, taxes, 64)
+        assert metrics["speedup/credible"] == credible
+
+
 def test_sweep_and_tax_have_every_setting(pairing):
     samples = break_even.sweep(pairing, PROMPTS, [1, 3], [1, 2], 6, repeats=2)
     assert len(samples) == 2 * (3 * 2 + 1 * 5)

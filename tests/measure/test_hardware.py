@@ -14,6 +14,8 @@ from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.fast.cpu import passes
 from specexp.fast.recordings import Recordings
+from specexp.figures import hardware
+from specexp.measure import statistics
 from specexp.measure.hardware import roofline, suites
 from specexp.measure.hardware.phases import PHASES, PassTimed, PhaseClock, phases
 from specexp.measure.prompts import Prompt
@@ -171,6 +173,15 @@ def test_round_speedup_is_of_delivered_tokens(pairing, costly):
     engine.eos = ()
     rounds = len(engine.generate(pairing.encode([PROMPTS[0].text]), 12).trace.rounds)
     assert report["speedup"]["measured"]["value"] == pytest.approx(12 * 8 / (rounds * 15))
+
+
+@pytest.mark.parametrize("value", [0.9, 99.0])
+def test_round_speedup_that_cannot_be_is_said(pairing, costly, monkeypatch, value):
+    measured = statistics.Interval(value, value - 0.1, value + 0.1)
+    monkeypatch.setattr(statistics, "speedup", lambda *columns, same_work: measured)
+    report = phases(pairing, [PROMPTS[0].text], 12, 1)
+    _, (*_, last) = hardware.tables("round", report)
+    assert ("not credible: was the machine busy?" in last) == (value == 99)
 
 
 @pytest.mark.parametrize("graphs", ["off", pytest.param("on", marks=pytest.mark.compiler)])

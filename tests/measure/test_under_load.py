@@ -180,7 +180,7 @@ def test_logged_metrics_are_the_policys_row(few):
     metrics, series = under_load.metrics(rated, missed, served, "goodput")
     assert metrics == pytest.approx(under_load.served_metrics(ANSWERS, TICKS, 1e4, 1e4) | {
         "speedup/measured": 2.5, "speedup/ci_low": 2.5, "speedup/ci_high": 2.5,
-        "speedup/at_largest_batch": 0.95, "regret/worst": 0.05,
+        "speedup/at_largest_batch": 0.95, "speedup/credible": 1.0, "regret/worst": 0.05,
         "regret/worst_low": 0.05, "regret/worst_high": 0.05, "regret/mean": -0.1,
     })  # fmt: skip
     expected = {

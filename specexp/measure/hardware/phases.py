@@ -116,6 +116,8 @@ def phases(
     times = [[t.decode_s for t in side] for side in traces.values()]
     tokens = [[t.emitted for t in side] for side in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], same_work=True)
+    if not theory.credible(measured.value, record.length, predicted, verify / step):
+        measured = measured._replace(doubt=statistics.NOT_CREDIBLE)
     return {
         "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
         **sides,

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from specexp.errors import UserError
-from specexp.measure import statistics
+from specexp.measure import statistics, summaries
 from specexp.serving.requests import Response, ServerStep
 from specexp.serving.sources import Run
 
@@ -54,19 +54,23 @@ def rates(samples: pd.DataFrame) -> pd.DataFrame:
     """How fast each policy is at each load, from `closed_loops`.
 
     One row a load and policy, with columns load, policy, tok_s; the speedup over plain decoding
-    with its interval low, high over turns; and three shares: speculated (of rows), kept (of draft
-    tokens accepted), overhead (of the time, the scheduler's own)."""
+    with its interval low, high over turns and its doubt (see `summaries.judged`); and three shares:
+    speculated (of rows), kept (of draft tokens accepted), overhead (of the time, the scheduler's
+    own)."""
     rows = []
     for load, at in samples.groupby("load"):
+        base = at.loc[at["policy"] == "plain", ["tokens", "rows"]].sum()
         for name, total, s in _against(at, "plain"):
             rows.append(
                 {"load": load, "policy": name, "tok_s": total["tokens"] / total["s"]}
                 | s.columns("speedup")
+                | {"doubt": s.doubt}
+                | {"length": total["tokens"] / total["rows"] * base["rows"] / base["tokens"]}
                 | {"speculated": total["speculated"] / total["rows"]}
                 | {"kept": total["accepted"] / max(1, total["drafted"])}
                 | {"overhead": 1 - total["busy_s"] / total["s"]}
             )
-    return pd.DataFrame(rows)
+    return summaries.judged(pd.DataFrame(rows)).drop(columns="length")
 
 
 def regrets(samples: pd.DataFrame) -> pd.DataFrame:
@@ -207,6 +211,7 @@ def metrics(
     figures = served.set_index("policy").loc[policy].dropna().to_dict() | {
         "speedup/measured": first["speedup"], "speedup/ci_low": first["low"],
         "speedup/ci_high": first["high"], "speedup/at_largest_batch": mine["speedup"].iloc[-1],
+        "speedup/credible": float(summaries.sound(rated).all()),
         "regret/worst": lost.max(), "regret/worst_low": misses["low"].max(),
         "regret/worst_high": misses["high"].max(), "regret/mean": lost.mean(),
     }  # fmt: skip
