@@ -258,5 +258,5 @@ def verdict(speedup: Interval) -> str:
     if speedup.low > 1:
         return f"{speedup.value:.2f}x faster"
     if speedup.high < 1:
-        return f"{1 / speedup.value:.2f}x slower"
+        return f"{speedup.value:.2f}x, slower than plain decoding"
     return "no clear difference"

@@ -275,9 +275,11 @@ def verdict(row: pd.Series) -> str:
     """A row of `speedups` or `fastest` in words, with its interval."""
     speedup = Interval(row["speedup"], row["low"], row["high"], row["doubt"])
     claim, but, doubt = statistics.verdict(speedup).partition(", but ")
+    claim, _, loss = claim.partition(", ")
     picked = f"{row.get('measured', speedup.value):.2f}x"
     luck = f" ({picked} with the luck of the pick)" * (picked != f"{speedup.value:.2f}x")
-    return f"{claim} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{but}{doubt}"
+    than = f": {loss}" * bool(loss)
+    return f"{claim} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{than}{but}{doubt}"
 
 
 def doubt_of_speedups(measured: pd.DataFrame) -> str:

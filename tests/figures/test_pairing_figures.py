@@ -196,7 +196,12 @@ def test_gain_within_noise_is_not_called_faster():
     predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
     assert "no clear difference" in title(figures.pairings.over_gamma(measured, predicted))
     measured["low"] = 1.05
-    assert "1.10x faster" in title(figures.pairings.over_gamma(measured, predicted))
+    assert "1.10x faster [1.05, 1.30]" in title(figures.pairings.over_gamma(measured, predicted))
+    slow = measured.assign(speedup=0.73, promised=0.73, low=0.7, high=0.8)
+    predicted = predicted.assign(speedup=0.8)
+    assert "At γ = 2: 0.73x [0.70, 0.80]: slower than plain decoding; predicted 0.80x" in (
+        title(figures.pairings.over_gamma(slow, predicted))
+    )
 
 
 def test_timings_that_cannot_be_are_said():
