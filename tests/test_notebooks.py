@@ -86,7 +86,7 @@ def test_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders,
     assert by_name.loc["rules", "metrics.exact/total_variation"] == 0
     for point in whole_grid:
         result = store / "results" / point.run_key
-        assert (result / "rounds.parquet").stat().st_size > 0
+        assert (result / "tables" / "rounds.parquet").stat().st_size > 0
         assert len(list((result / "figures").glob("*.png"))) >= 2
         assert len(images(result / "notebook.ipynb")) >= 2
         assert draft not in texts(result / "notebook.ipynb")  # its short name is

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, islice
@@ -102,10 +103,10 @@ class Run:
     @cached_property
     def rounds(self) -> pd.DataFrame:
         """The logged table of rounds; empty if there is none that can be read."""
-        try:
-            return pd.read_parquet(self.folder / "rounds.parquet")
-        except (OSError, ValueError):
-            return pd.DataFrame()
+        for place in ("tables", "."):  # older results have it beside their other files
+            with suppress(OSError, ValueError):
+                return pd.read_parquet(self.folder / place / "rounds.parquet")
+        return pd.DataFrame()
 
     @property
     def prompts(self) -> int:

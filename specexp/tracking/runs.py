@@ -170,8 +170,9 @@ def _write(
 ) -> None:  # fmt: skip
     if (attempt / results.RESULT).exists():
         raise UserError("this notebook called track.log before: one run logs once")
-    for name, table in tables.items():
-        _without_secrets(table).to_parquet(attempt / f"{name}.parquet")
+    for name, table in tables.items():  # in a folder, as MLflow lists files by path: figures first
+        (attempt / "tables").mkdir(exist_ok=True)
+        _without_secrets(table).to_parquet(attempt / "tables" / f"{name}.parquet")
     for name, figure in figures.items():
         (attempt / "figures").mkdir(exist_ok=True)
         figure.savefig(attempt / "figures" / f"{name}.png", dpi=110, bbox_inches="tight")

@@ -18,7 +18,7 @@ from support.artifacts import digests
 from support.servers import Mlflow
 
 from specexp.errors import UserError
-from specexp.tracking import compare, mlflow_server
+from specexp.tracking import compare, mlflow_server, report
 from specexp.tracking import mlflow_view as view
 from specexp.tracking import runs as track
 from specexp.tracking.results import ROOT, claim_or_wait, root
@@ -66,7 +66,10 @@ def test_run_by_hand_is_committed_and_published(store, capsys):
         METRICS,
         {"acceptance/at_position": [0.9, 0.8], "speedup/at_batch": {1.0: 2.0, 32: 0.9}},
         tags={"why": "test"},
-        tables={"rounds": pd.DataFrame({"accepted": [1, 2]})},
+        tables={
+            "costs": pd.DataFrame({"question_id": [1, 2]}),
+            "rounds": pd.DataFrame({"question_id": [1, 2]}),
+        },
         figures={"empty": figure},
     )
     assert "specexp ui" in capsys.readouterr().out
@@ -76,13 +79,19 @@ def test_run_by_hand_is_committed_and_published(store, capsys):
     assert run["tags.why"] == "test"
     assert track.curve(run["run_id"], "speedup/at_batch") == {1: 2.0, 32: 0.9}
     names = digests(track.backend(), track.client().get_run(run["run_id"]))
-    assert {"result.json", "rounds.parquet", "figures/empty.png"} <= set(names)
+    assert {"result.json", "tables/rounds.parquet", "figures/empty.png"} <= set(names)
+    at_top = sorted({name.partition("/")[0] for name in names})  # as a run's page lists them
+    assert at_top[0] == "figures"
+    assert [run.prompts for run in report.of("mine")] == [2]
     assert (store / "artifacts" / "mine" / run["run_id"] / "artifacts" / "result.json").exists()
 
 
 def test_run_by_hand_keeps_and_shows_no_secret(store, monkeypatch, capsys):
     token, word = f"ghp_{'A1b2C3d4' * 5}", "correct horse battery"
     monkeypatch.setenv("MY_PASSWORD", word)
+    figure, _ = plt.subplots()
+    figure.suptitle(f"target {word}")
+    plt.close(figure)
     rows = {"text": [f"it is {word}", "well", None], "n": [1, 2, 3], "parts": [[token], ["a"], []]}
     track.log(
         "mine",
@@ -90,13 +99,14 @@ def test_run_by_hand_keeps_and_shows_no_secret(store, monkeypatch, capsys):
         METRICS,
         tags={"why": f"by {token}", "mlflow.note.content": word},
         tables={"rows": pd.DataFrame(rows), "plain": pd.DataFrame({"x": ["a"]})},
+        figures={"titled": figure},
         rivals={f"model:{token}": (METRICS, {})},
     )
     [folder] = (store / "results").iterdir()
     files = [path for path in store.rglob("*") if path.is_file()]
     for secret in (token, word):
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
-    kept = pd.read_parquet(folder / "rows.parquet")
+    kept = pd.read_parquet(folder / "tables" / "rows.parquet")
     assert kept["text"].fillna("").to_list() == ["it is [hidden]", "well", ""]
     assert list(kept["parts"][0]) == ["[hidden]"]
     runs = track.runs("mine")
