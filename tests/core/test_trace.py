@@ -96,3 +96,19 @@ def test_times_add_up_to_prefill_and_decoding():
     assert trace.emitted == 8
     assert trace.tpot_s == pytest.approx(0.4 * 2 / 8)
     assert torch.isnan(torch.tensor(Trace(1).tpot_s))
+
+
+@pytest.mark.parametrize(
+    ("drafted", "emitted", "cut", "histogram", "words"),
+    [
+        (24, 21, 1, (2, 1, 2, 3),
+         "21 tokens in 8 target passes: 2.62 a pass, 2.75 with the 1 cut off at the end; "
+         "acceptance rate 58%, 14 of 24 draft tokens"),
+        (1, 2, 0, (0, 1),
+         "2 tokens in 1 target pass: 2.00 a pass; acceptance rate 100%, 1 of 1 draft token"),
+        (0, 1, 0, (1,), "1 token in 1 target pass: 1.00 a pass"),
+        (0, 0, 0, (0,), "0 tokens in 0 target passes: none"),
+    ],
+)  # fmt: skip
+def test_acceptance_in_words_agrees_with_its_numbers(drafted, emitted, cut, histogram, words):
+    assert str(Acceptance(drafted, emitted, cut, histogram)) == words
