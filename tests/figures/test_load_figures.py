@@ -63,10 +63,11 @@ def test_closed_loops_title_matches_its_table(tmp_path):
 def test_timelines_title_names_first_and_last(tmp_path):
     slow, fast = [*TICKS, tick(5.0, 31.0, live=1)], TICKS
     tables = {"plain": under_load.timeline(slow, 5), "goodput": under_load.timeline(fast, 5)}
-    title = drawn(figures.under_load.timelines(tables), tmp_path)
+    title, once = drawn(figures.under_load.timelines(tables), tmp_path).split("\n")
     assert title == "The same arrivals: all answered after 5 s under goodput, 31 s under plain"
+    assert once == "No intervals: each policy served them once"
     del tables["plain"]
-    title = drawn(figures.under_load.timelines(tables), tmp_path)
+    title, _ = drawn(figures.under_load.timelines(tables), tmp_path).split("\n")
     assert title == "The same arrivals: all answered after 5 s under goodput"
 
 
