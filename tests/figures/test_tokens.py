@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 
+from matplotlib.colors import to_rgb
 from support.questions import PROMPTS
 
 from specexp import figures
-from specexp.figures import tokens
+from specexp.figures import pairings, style, tokens
 from specexp.measure import one_pairing
 from specexp.trace import Round, Step
 
@@ -136,3 +138,23 @@ def test_a_tree_ends_where_the_output_was_cut_off():
     steps = rounds(Step(0, 3, 2, 1, (1, 2, 3)))
     drawn = tokens.by_round(PAIRING, steps, [1], parents=[(-1, 0, 1, 1)])
     assert tokens.marked(drawn).plain.splitlines() == ["  1  2/3  ", "       └─ [1 ]"]
+
+
+def test_kinds_of_tokens_and_names_are_told_apart_in_grey():
+    def apart(a: str, b: str) -> bool:
+        return abs(lightness(a) - lightness(b)) >= 10
+
+    for one, other in combinations(tokens.COLOURS, 2):
+        hatches = {tokens.HATCHED.get(kind) for kind in (one, other)}
+        assert len(hatches) == 2 or apart(tokens.COLOURS[one], tokens.COLOURS[other]), (one, other)
+    looks = style.marks([f"name {n}" for n in range(len(style.SYMBOLS))])
+    for one, other in combinations(looks.values(), 2):
+        assert one["marker"] != other["marker"] or apart(one["color"], other["color"])
+    assert len(set(style.HATCHES)) == len(style.HATCHES) >= len(pairings.PHASES)
+
+
+def lightness(colour: str) -> float:
+    """CIE L*, 0 to 100."""
+    light = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    y = 0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2]
+    return 116 * y ** (1 / 3) - 16 if y > 0.008856 else 903.3 * y

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+from matplotlib.colors import to_rgb
 from support.stores import active, go, quiet
 
 from specexp.commands import app
@@ -137,6 +138,35 @@ def test_pdf_without_a_browser_is_one_line_before_anything_is_written(store, mon
         app.main()
     assert "no Chromium on PATH (chromium, chromium-browser," in capsys.readouterr().err
     assert not list((store / "reports").glob("*"))
+
+
+def test_page_can_be_read_on_light_and_dark_screens(store):
+    committed("a", FAST)
+    html = report.page(report.of("mine"))
+    light, dark, paper = (dict(re.findall(r"--(\w+): (#\w+)", block))
+                          for block in re.findall(r":root \{([^}]*)\}", html))  # fmt: skip
+    assert "@media (prefers-color-scheme: dark)" in html
+    assert light.keys() == dark.keys() == paper.keys()
+    for colours in (light, dark, paper):
+        for text, behind in (("ink", "paper"), ("dim", "paper"), ("doubt", "paper"),
+                             ("ink", "answer")):  # fmt: skip
+            bright, dim = sorted((luminance(colours[text]), luminance(colours[behind])))[::-1]
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5, (text, behind)  # WCAG AA
+    assert luminance(dark["paper"]) < 0.05 < 0.9 < luminance(light["paper"])
+    assert re.search(r"figure img \{[^}]*background: #fff", html), "figures are on white paper"
+
+
+def luminance(colour: str) -> float:
+    light = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2]
+
+
+def test_a_loss_is_called_certainly_slower(store):
+    loss = {"speedup/measured": 0.7, "speedup/ci_low": 0.6, "speedup/ci_high": 0.8}
+    committed("a", FAST | loss)
+    answer = report.answer(report.of("mine"))
+    assert "ngram: 0.70x [0.60, 0.80] of plain decoding's speed" in answer
+    assert answer.endswith(": certainly slower.")
 
 
 def test_overlapping_intervals_name_no_certain_winner(store):
