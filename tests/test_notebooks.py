@@ -8,6 +8,7 @@ import nbformat
 import pytest
 import yaml
 from conftest import one_in
+from PIL import Image
 from rich.console import Console
 
 from specexp.grids import points, runner
@@ -34,6 +35,11 @@ SMALL = {
     "60_rules": {"rules": ["reject", "typical"], "gamma": 2, "temperatures": [0.0, 1.0],
                  "limit": 3, "max_new_tokens": 6},
 }  # fmt: skip
+
+CHECKPOINTS = (
+    "1: 80% and 100%", r"2: α = [\d.]+%; like p",
+    r"3: 2\.95 tokens, 1\.85x; best γ = 4: 1\.87x", r"4: (from 0\.\d\d|at none)",
+)  # fmt: skip
 
 
 def test_every_experiment_notebook_is_tested():
@@ -87,14 +93,22 @@ def test_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders,
     for point in whole_grid:
         result = store / "results" / point.run_key
         assert (result / "tables" / "rounds.parquet").stat().st_size > 0
-        assert len(list((result / "figures").glob("*.png"))) >= 2
+        drawn = list((result / "figures").glob("*.png"))
+        assert len(drawn) >= 2
+        for title in (Image.open(file).text["Title"] for file in drawn):
+            assert Path(target).name in title, "what was measured"
+            assert re.search(r"\d prompts", title), "on how many prompts"
         assert len(images(result / "notebook.ipynb")) >= 2
         assert draft not in texts(result / "notebook.ipynb")  # its short name is
         html = (result / "notebook.html").read_text()
         assert " object at 0x" not in html
         assert not re.findall(r"""<script|(?:src|href)=["']?(?:https?:)?//""", html)
         assert "Content-Security-Policy" in html
+    said = texts(store / "results" / whole_grid[0].run_key / "notebook.ipynb")
+    for answer in CHECKPOINTS:  # of 00_lesson
+        assert re.search(answer, said), answer
     compared = execute("90_compare", tmp_path)
+    assert draft not in texts(compared)
     assert len(images(compared)) == 3
     assert f"{len(finished)} finished runs" in compared.read_text()
 

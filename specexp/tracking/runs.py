@@ -175,7 +175,9 @@ def _write(
         _without_secrets(table).to_parquet(attempt / "tables" / f"{name}.parquet")
     for name, figure in figures.items():
         (attempt / "figures").mkdir(exist_ok=True)
-        figure.savefig(attempt / "figures" / f"{name}.png", dpi=110, bbox_inches="tight")
+        about = {"Title": redact.hide(getattr(figure, "get_suptitle", str)())}
+        file = attempt / "figures" / f"{name}.png"
+        figure.savefig(file, dpi=110, bbox_inches="tight", metadata=about)
     (attempt / results.RESULT).write_text(json.dumps(record, indent=1))
 
 
