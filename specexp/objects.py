@@ -12,7 +12,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -49,16 +50,20 @@ def find(kind: str, text: str) -> tuple[Any, str] | None:
     if not (parts := _WRITTEN.fullmatch(text)):
         return None
     module, name, argument = parts[1], parts[2], parts[3] or ""
-    sys.path.insert(0, here := str(Path.cwd()))  # before all others, as in a notebook
-    try:
+    with _here():
         if not _exists(module):
             return None
         loaded = _attempt(kind, text, lambda: importlib.import_module(module))
-    finally:
-        sys.path.remove(here)
     if not hasattr(loaded, name):
         raise UserError(f"{kind} {text}: module {module} has no {name}")
     return getattr(loaded, name), argument
+
+
+def is_there(kind: str, text: str) -> bool:
+    """Whether a text names an entry point or a module, which is not imported."""
+    with _here():
+        module = module_of(text)
+        return text.partition(":")[0] in registered(kind) or bool(module and _exists(module))
 
 
 def resolve(kind: str, text: str) -> Any | None:
@@ -121,6 +126,16 @@ def _attempt(kind: str, text: str, importing: Callable[[], Any]) -> Any:
         return importing()
     except Exception as e:  # somebody else's module may raise anything
         raise UserError(f"{kind} {text} cannot be imported: {first_line(e)}") from e
+
+
+@contextmanager
+def _here() -> Iterator[None]:
+    """The working folder before all others, as in a notebook."""
+    sys.path.insert(0, here := str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 def _exists(module: str) -> bool:

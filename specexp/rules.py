@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from specexp import objects
-from specexp.errors import UserError, meant
+from specexp import fitting, objects
+from specexp.errors import UserError
 from specexp.ops import op
 from specexp.sampling import RESIDUAL, TOKEN, Rng
 from specexp.sequences import Draft, Verdict
@@ -102,8 +102,7 @@ class Reject(Rule):
     wants_q = True
 
     def __init__(self, lenience: float = 1.0) -> None:
-        if not 0 < lenience <= 1:
-            raise UserError(f"lenience is {lenience:g}; it must lie in (0, 1], and 1 is exact")
+        fitting.share("lenience", lenience)
         self.lenience, self.lossy = lenience, lenience < 1
         if self.lossy:
             self.name = f"lenient {lenience:g} (lossy)"
@@ -185,8 +184,7 @@ class Typical(Rule):
     lossy = looks_ahead = True
 
     def __init__(self, epsilon: float = 0.09) -> None:
-        if not 0 < epsilon <= 1:
-            raise UserError(f"epsilon is {epsilon:g}; typical acceptance wants it in (0, 1]")
+        fitting.share("epsilon", epsilon)
         self.epsilon, self.delta = epsilon, epsilon**0.5
 
     def _typical(self, p: Tensor) -> Tensor:
@@ -230,19 +228,18 @@ def normalised(w: Tensor, otherwise: Tensor) -> Tensor:
 
 # --- names of rules -------------------------------------------------------------------------------
 
-NAMES = ("match", "reject", "block", "typical", "typical:EPSILON", "lenient:LENIENCE")
 _SHIPPED: dict[str, type[Rule]] = {
-    "match": Match, "reject": Reject, "block": Block, "typical": Typical,
+    "match": Match, "reject": Reject, "block": Block, "typical": Typical, "lenient": Reject,
 }  # fmt: skip
-_NUMBERED = {"typical": Typical, "lenient": Reject}
 _PARTS = ("name", "lossy", "wants_q", "samples", "chains_only", "looks_ahead", "emitted")
 
 
 def of(rule: Any) -> Rule:
-    """The rule that a name (see NAMES), an entry point, `module:Class`, a class or an instance
+    """The rule that a name (`fitting.rule`), an entry point, `module:Class`, a class or an instance
     stands for. Raises UserError for anything else."""
     if isinstance(rule, str):
-        return _named(rule)
+        kind, number = fitting.rule(rule)
+        return _SHIPPED[kind](*number) if kind else of(objects.resolve("rule", rule))
     if isinstance(rule, type):
         rule = objects.construct("rule", rule.__name__, rule)
     about = f"rule {type(rule).__name__}"
@@ -252,22 +249,3 @@ def of(rule: Any) -> Rule:
         raise UserError(f"{about} has no __call__(self, draft, p, rng): define it (specexp.Rule)")
     objects.check_takes(f"{about}: __call__", rule, "draft, p, rng")
     return cast(Rule, rule)
-
-
-def _named(name: str) -> Rule:
-    kind, _, argument = name.partition(":")
-    if kind in _SHIPPED and not argument:
-        return _SHIPPED[kind]()
-    if kind in _NUMBERED:
-        try:
-            return _NUMBERED[kind](float(argument))
-        except ValueError:
-            raise UserError(f"rule {name!r} needs a number, such as {kind}:0.3") from None
-    if kind in _SHIPPED:
-        raise UserError(f"rule {kind} takes no argument, and {argument!r} was given")
-    if (own := objects.resolve("rule", name)) is not None:
-        return of(own)
-    raise UserError(
-        f"rule {name!r} is unknown{meant(kind, [*_SHIPPED, 'lenient'])} (there are "
-        f"{', '.join(NAMES)}; one of your own is module:Class)"
-    )

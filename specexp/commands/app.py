@@ -5,16 +5,22 @@ Imports are inside the commands, so that `--help` does not wait for torch.
 
 import os
 import sys
+from typing import Any
 
 import typer
 
 from specexp.commands import bench, generate, grid, lab, serve, store, zoo
-from specexp.commands.options import Command, complain
+from specexp.commands.options import Command, Group, complain
 from specexp.errors import NonFiniteLogits, UserError, first_line, panicked
 from specexp.terminal import died, guard
 
 app = typer.Typer(
-    help="Experiments with speculative decoding: does it pay for your models, prompts and load?",
+    cls=Group,
+    help="""Experiments with speculative decoding: does it pay for your models, prompts and load?
+
+    Examples: `specexp generate --prompt "def mean(values):"`,
+    `specexp grid run notebooks/grids/acceptance.yaml`
+    """,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,7 +35,7 @@ def main() -> None:
         os.environ["SPECEXP_MLRUNS"] = os.path.abspath(root)
     guard()
     try:
-        app()
+        app(prog_name="specexp")
     except UserError as e:
         for line in str(e).splitlines():
             complain("error", line)
@@ -82,14 +88,19 @@ def doctor() -> None:
     raise typer.Exit(0 if examine() else 1)
 
 
-for command in (
-    generate.generate, generate.theory, bench.profile, serve.serve, bench.bench, zoo.models, doctor,
-    store.report, store.ui, lab.lab,
-):  # fmt: skip
-    app.command(cls=Command)(command)
-app.add_typer(grid.app, name="grid")
-app.add_typer(store.app, name="store")
-app.add_typer(zoo.app, name="zoo")
+PANELS: dict[str, dict[str, Any]] = {  # of --help, and the commands and groups in each
+    "Try": {"generate": generate.generate, "theory": generate.theory, "lab": lab.lab},
+    "Experiments": {"grid": grid.app, "report": store.report, "ui": store.ui, "store": store.app},
+    "This machine": {"doctor": doctor, "profile": bench.profile, "serve": serve.serve,
+                     "bench": bench.bench},
+    "Models": {"models": zoo.models, "zoo": zoo.app},
+}  # fmt: skip
+for panel, entries in PANELS.items():
+    for name, entry in entries.items():
+        if isinstance(entry, typer.Typer):
+            app.add_typer(entry, name=name, rich_help_panel=panel)
+        else:
+            app.command(name, cls=Command, rich_help_panel=panel)(entry)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def bench(
     temperature: float = opt.TEMPERATURE,
     sampling: str = opt.SAMPLING,
     batches: str = opt.option(
-        "batches", "Such as 1,8: peers uses the largest up to 8.", "1,2,4,8,16"
+        "batches", "Write them as 1,8; peers uses the largest up to 8.", "1,2,4,8,16"
     ),
     prompts: str = opt.option("prompts", "Five are used, evenly over categories."),
     max_new_tokens: int = opt.MAX_NEW_TOKENS,
@@ -48,19 +48,24 @@ def bench(
     matrix products. round: where a round's time goes. Takes two to three minutes for the zoo's
     models on two cores. What batch, tokens and context cost: `specexp profile`.
     """
+    from specexp.measure import prompts as questions
+    from specexp.measure.hardware import work
+
+    names = list(dict.fromkeys(suites or work.NAMES))
+    options = opt.pairing_options(ctx.params)
+    rows, texts = opt.numbers("batches", batches), questions.load(prompts, limit=work.PROMPTS)
+    amounts = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
+    work.insist(names, options | amounts, texts)
+
     from specexp import api
     from specexp.figures import hardware
-    from specexp.measure import prompts as questions
     from specexp.measure.hardware import regression
     from specexp.measure.hardware import suites as every
     from specexp.zoo import files
 
-    names = list(dict.fromkeys(suites or every.NAMES))
-    options = opt.pairing_options(ctx.params)
-    rows, texts = opt.numbers("batches", batches), questions.load(prompts, limit=every.PROMPTS)
-    work = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
-    every.check(names, options | work, texts)
-    parameters = options | work | {"prompts": prompts}
+    if gamma is None:
+        options["gamma"] = api.usual_gamma(api.DEFAULTS | options)
+    parameters = options | amounts | {"prompts": prompts}
     earlier = regression.read(against, parameters, names) if against else None
     report: dict[str, Any] = {"parameters": parameters, "suites": {}}
     if out:
@@ -107,9 +112,9 @@ def profile(
         "Longest draft length; default: 5, or the drafter's longest if shorter."
     ),
     temperature: float = opt.TEMPERATURE,
-    batches: str = opt.option("batches", "Such as 1,8.", "1,2,4,8,16,32,64"),
+    batches: str = opt.option("batches", "Write them as 1,8.", "1,2,4,8,16,32,64"),
     contexts: str = opt.option(
-        "contexts", "Such as 128,256; times beyond the largest are extrapolated.", "128,256"
+        "contexts", "Write them as 128,256; times beyond the largest are extrapolated.", "128,256"
     ),
     dtype: str = opt.DTYPE,
     device: str = opt.DEVICE,
@@ -121,19 +126,22 @@ def profile(
 
     Takes about a minute for the zoo's models on two cores. A table measured before is reused.
     """
-    from specexp import api
-    from specexp.figures.break_even import cost_curves
-    from specexp.measure import break_even, parameters
-    from specexp.measure.hardware.machine import doubts
+    from specexp.measure import parameters
     from specexp.measure.prompts import Prompt
 
     rows, slots = opt.numbers("batches", batches), opt.numbers("contexts", contexts)
     options = opt.pairing_options(ctx.params | {"gamma": gamma_max})
-    gamma = options["gamma"]
     parameters.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
     if out:
         opt.picture_beside(out)
+
+    from specexp import api
+    from specexp.figures.break_even import cost_curves
+    from specexp.measure import break_even
+    from specexp.measure.hardware.machine import doubts
+
     pairing = api.load(**options)
+    gamma = pairing.options["gamma"]
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = break_even.profile(pairing, rows, gammas, slots, force=force)
     for line in doubts(pairing.target.device):

@@ -35,14 +35,14 @@ def generate(
     top_p: float = opt.option("top_p"),
     min_p: float = opt.option("min_p"),
     sampling: str = opt.SAMPLING,
-    rule: str = opt.option("rule", "Lossy ones: typical, lenient:0.8."),
+    rule: str = opt.option("rule", "typical and lenient:0.8 are lossy."),
     max_new_tokens: int = opt.MAX_NEW_TOKENS,
     dtype: str = opt.DTYPE,
     device: str = opt.DEVICE,
     seed: int = opt.SEED,
     prompt: str | None = typer.Option(None, help="Text to continue.", rich_help_panel="Prompts"),
-    prompts: str | None = opt.option("prompts", "Instead of --prompt.", None),
-    limit: int | None = opt.option("limit", "With --prompts.", None),
+    prompts: str | None = opt.option("prompts", "Give it instead of --prompt.", None),
+    limit: int | None = opt.option("limit", "It belongs to --prompts.", None),
     chat: bool = opt.CHAT,
     rounds: bool = opt.own(
         "Also show one line per round, with rejected draft tokens.", False, "--rounds"
@@ -53,9 +53,7 @@ def generate(
 
     Example: `specexp generate --prompt "def mean(values):" --gamma 4 --rounds`
     """
-    from specexp import api
     from specexp.measure import parameters
-    from specexp.measure.exactness import certify
     from specexp.measure.prompts import Prompt, Prompts, in_chat, load
     from specexp.tree import Tree
 
@@ -73,11 +71,15 @@ def generate(
     else:
         texts = Prompts([Prompt(0, "command line", (prompt,))], "")
     parameters.insist(options | {"max_new_tokens": max_new_tokens, "chat": chat}, texts)
+
+    from specexp import api
+    from specexp.measure.exactness import certify
+
     pairing = api.load(**options)
     texts = in_chat(texts, pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
         opt.console.print(f"{texts}\n", style="dim")
-    trees = rounds and not Tree.parse(options["tree"], options["gamma"]).is_chain
+    trees = rounds and not Tree.parse(tree, pairing.options["gamma"]).is_chain
     for number, text in enumerate(question.text for question in texts):
         speed, output = _timed(pairing, text, max_new_tokens)
         output, parents = _rerun(pairing, text, max_new_tokens) if trees else (output, [])
@@ -178,11 +180,11 @@ def _show(
 
     trace = output.trace
     coloured = opt.console.color_system is not None and not opt.console.no_color
-    parts = [tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=text)]
+    parts = [tokens.stream(pairing, trace.rounds, output.tokens[0], prompt=f"{text}\n")]
     if rounds:
         lines = tokens.by_round(pairing, trace.rounds, output.tokens[0], parents=parents)
         parts += [Text("\nround  accepted/drafted", "dim"), lines]
-    for part in [*parts, Text("\n").append_text(tokens.legend())]:
+    for part in [*parts, Text("\n").append_text(tokens.legend(rounds))]:
         opt.say(part if coloured else tokens.marked(part))
     opt.say(str(trace.acceptance))
     if pairing.followed:
@@ -190,7 +192,7 @@ def _show(
 
 
 def theory(
-    alpha: float = opt.own("Probability that a drafted token is accepted.", ...),
+    alpha: float = opt.own("Probability that a draft token is accepted.", ...),
     gamma: int = opt.own("Draft length.", ...),
     cost: float = opt.own(
         "Cost of drafting one token, in target passes: 0.1 is a tenth of one.", 0.0

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specexp.commands.options import console, own, say
+from specexp.commands.options import Command, Group, console, own, say
 from specexp.errors import UserError, counted
 
 if TYPE_CHECKING:
     from specexp.grids.points import Point
 
-app = typer.Typer(help="Run grids of experiment notebooks.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Run grids of experiment notebooks.", no_args_is_help=True)
 FILES = typer.Argument(help="Grid files (YAML).", metavar="FILE...")
 ONLY = own("Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable.")
 YES = own("Do not ask to confirm very many points.", False, "--yes")
@@ -41,7 +41,7 @@ def _points(
     )
 
 
-@app.command("validate")
+@app.command("validate", cls=Command)
 def validate(files: list[Path] = FILES, only: list[str] | None = ONLY, yes: bool = YES) -> None:
     """Check grid files completely, without running anything."""
     points = _points(files, only, yes)
@@ -49,7 +49,7 @@ def validate(files: list[Path] = FILES, only: list[str] | None = ONLY, yes: bool
     say(f"{' in '.join(both)}: ready to run")
 
 
-@app.command("run")
+@app.command("run", cls=Command)
 def run(
     files: list[Path] = FILES,
     only: list[str] | None = ONLY,
@@ -92,7 +92,7 @@ def run(
     raise typer.Exit(code)
 
 
-@app.command("status")
+@app.command("status", cls=Command)
 def status(
     files: list[Path] = FILES,
     only: list[str] | None = ONLY,

@@ -43,6 +43,11 @@ def lab(
     from specexp.tracking import results
     from specexp.zoo import shelf
 
+    if options and not options[0].startswith("-"):
+        raise UserError(
+            f"specexp lab takes no argument such as {options[0]}: JupyterLab's options stand after "
+            "--, as in specexp lab -- --no-browser"
+        )
     if shelf.CHECKOUT is None:
         raise UserError(
             "the notebooks are not part of an installed specexp: run this in a clone of the "

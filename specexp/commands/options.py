@@ -1,5 +1,6 @@
 """What the commands share: options, the console, and checks of what is given on a command line."""
 
+import itertools
 import json
 import os
 import shlex
@@ -8,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
-from specexp.errors import UserError
+from specexp.errors import UserError, meant
 from specexp.measure.parameters import PARAMETERS, help_of
 from specexp.terminal import Terminal, harmless
 
@@ -24,7 +25,55 @@ PANELS = {  # of --help, and the parameters in each
 MEANT = {"generate": "--prompt", "serve": "--load", "profile": "--target", "train": "--target"}
 
 
-class Command(TyperCommand):
+USAGE: Any = typer.BadParameter.__bases__[0]  # what typer raises over a command line
+TYPES = {  # as typer shows them: what stands for a value in --help, and what a wrong one is not
+    "<bool>": ("", ""), "<str>": ("TEXT", ""), "<path>": ("PATH", ""),
+    "<list[str]>": ("TEXT...", ""), "<int>": ("NUMBER", "a whole number"),
+    "<float>": ("NUMBER", "a number"),
+}  # fmt: skip
+WAYS = {"version": "specexp --version", "help": "specexp -h"}
+
+
+def _type(param: Any, ctx: Any) -> tuple[str | None, str]:
+    return TYPES.get(param.display_type(ctx), (None, "")) if param else (None, "")
+
+
+class _Page:
+    """What commands and groups share: errors of one line, and help without Python's types."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if param.param_type_name == "argument":
+                param.display_type_rich = lambda ctx: None  # its name says it
+            elif param.metavar is None:
+                param.metavar = _type(param, ctx)[0]
+        return params
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        words = " ".join(args).replace("=", " ").split()
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]
+        except USAGE as e:
+            param: Any = getattr(e, "param", None)
+            _, number = _type(param, ctx)
+            for option, value in itertools.pairwise(words):
+                if number and option in param.opts:
+                    raise UserError(f"{option} {value!r} is not {number}") from None
+            raise UserError(" ".join(e.format_message().split()).rstrip(".")) from None
+
+
+class Group(_Page, TyperGroup):
+    """A group of commands that names the command which was meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (name := args[0]) in self.commands:
+            return super().resolve_command(ctx, args)
+        near = f": {WAYS[name]}" if name in WAYS else meant(name, self.commands)
+        raise UserError(f"{ctx.command_path} has no command {name!r}{near}")
+
+
+class Command(_Page, TyperCommand):
     """A command that names the option which a word without one was meant for."""
 
     allow_extra_args = True  # checked here
@@ -54,13 +103,13 @@ def own(help: str, value: Any = None, *flags: str) -> Any:
 
 
 TARGET = option("target", "NAME+int8: with 8-bit weights.")
-DRAFTER = option("drafter", "`model` is the target's draft in the zoo.")
+DRAFTER = option("drafter", "'model': the draft that the zoo has for the target.")
 GAMMA = option("gamma", "Default: 5, or the drafter's longest if shorter.")
 TEMPERATURE = option("temperature")
 CHAT = option("chat", "", False, "--chat")
-SAMPLING = option("sampling", "`do_sample` false is greedy.")
+SAMPLING = option("sampling", "If do_sample is false there, it is greedy.")
 MAX_NEW_TOKENS = option("max_new_tokens")
-DTYPE = option("dtype")
+DTYPE = option("dtype", "float64 runs too, without the fast kernels.")
 DEVICE = option("device")
 SEED = option("seed")
 AS_JSON = own("Print JSON instead of text.", False, "--json")
@@ -69,14 +118,9 @@ PAIRING = ("target", "drafter", "gamma", "tree", "temperature", "top_k", "top_p"
 
 
 def pairing_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for `specexp.load`: of what a command was given those of PAIRING, the usual gamma if
-    it is None, and the table's defaults of the others."""
-    from specexp import api
-
-    options = {name: given.get(name, PARAMETERS[name].default) for name in PAIRING}
-    if options["gamma"] is None:
-        options["gamma"] = api.usual_gamma(api.DEFAULTS | options)
-    return options
+    """Options for `specexp.load`: of what a command was given those of PAIRING, and the table's
+    defaults of the others."""
+    return {name: given.get(name, PARAMETERS[name].default) for name in PAIRING}
 
 
 def say(*parts: Any) -> None:

@@ -19,7 +19,7 @@ def serve(
         "closed:8",
     ),
     policy: list[str] | None = opt.own(
-        "plain (no drafter), never, always:GAMMA, threshold:GAMMA,ROWS, "
+        "plain (no drafter), never (one that never drafts), always:GAMMA, threshold:GAMMA,ROWS, "
         "table:1=5,8=2,16=0 (rows=gamma), greedy, goodput or bandit; repeat to compare. "
         "Default: plain, always:3, goodput."
     ),
@@ -27,18 +27,18 @@ def serve(
     drafter: str = opt.DRAFTER,
     prompts: str = opt.option("prompts"),
     chat: bool = opt.CHAT,
-    count: int = opt.option("count", "A trace is cut after them."),
+    count: int = opt.own("Requests to serve; of a trace, the first so many.", 64),
     max_new_tokens: int = opt.MAX_NEW_TOKENS,
     rows: int = opt.option("rows"),
     queue: int = opt.option("queue"),
     chunk: int = opt.option("chunk"),
-    ttft_ms: float = opt.option("ttft_ms", "For goodput."),
-    tpot_ms: float = opt.option("tpot_ms", "For goodput."),
+    ttft_ms: float = opt.option("ttft_ms", "Goodput counts the requests within it."),
+    tpot_ms: float = opt.option("tpot_ms", "Goodput counts the requests within it."),
     temperature: float = opt.TEMPERATURE,
     sampling: str = opt.SAMPLING,
     dtype: str = opt.DTYPE,
     device: str = opt.DEVICE,
-    seed: int = opt.option("seed", "And of arrivals."),
+    seed: int = opt.option("seed", "The arrivals depend on it, too."),
     out: Path | None = opt.own("Write every step (CSV) here, and the timelines (PNG) beside it."),
     as_json: bool = opt.AS_JSON,
 ) -> None:
@@ -46,19 +46,22 @@ def serve(
 
     Example: `specexp serve --load bursty:6,3 --policy plain --policy goodput`
     """
-    from specexp import api
-    from specexp.figures import under_load
     from specexp.measure import parameters
     from specexp.measure import prompts as questions
+
+    options = opt.pairing_options(ctx.params)
+    given = {"policies": policy, "policy": None, "arrivals": load}
+    parameters.insist(ctx.params | options | given)
+    picture = opt.picture_beside(out) if out else None
+
+    from specexp import api
+    from specexp.figures import under_load
     from specexp.measure import under_load as serving
     from specexp.measure.hardware.machine import doubts
 
-    options = opt.pairing_options(ctx.params)
-    usual = ["plain", f"always:{min(3, options['gamma'])}", "goodput"]
-    names = list(dict.fromkeys(policy or usual))
-    parameters.insist(ctx.params | options | {"policies": names, "policy": None, "arrivals": load})
-    picture = opt.picture_beside(out) if out else None
     pairing = api.load(**options)
+    usual = ["plain", f"always:{min(3, pairing.options['gamma'])}", "goodput"]
+    names = list(dict.fromkeys(policy or usual))
     texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
     costs = serving.costs_for(pairing, names, offered.requests)

@@ -5,18 +5,23 @@ from pathlib import Path
 import typer
 
 from specexp.commands import options as opt
+from specexp.errors import UserError
 
 app = typer.Typer(
+    cls=opt.Group,
     help="Check results, and publish them to MLflow's own database or to any server.",
     no_args_is_help=True,
 )
 
 
 def ui(
-    port: int = typer.Option(5000, help="Port to listen on.", min=1, max=65535),
+    port: int = opt.own("Port to listen on, 1 to 65535.", 5000),
     host: str = opt.own("Address to listen on; 127.0.0.1 admits only this machine.", "127.0.0.1"),
 ) -> None:
     """Serve the MLflow UI for this machine and print a link to each experiment's shared view."""
+    if not 1 <= port <= 65535:
+        raise UserError(f"--port is {port}; it must be 1 to 65535")
+
     from specexp.tracking import mlflow_server
 
     mlflow_server.show(port, host)

@@ -1,8 +1,11 @@
 """`specexp zoo` and `specexp models`: which models there are, and making more."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
@@ -10,8 +13,16 @@ from rich.table import Table
 from specexp.commands import options as opt
 from specexp.errors import UserError, counted
 
+if TYPE_CHECKING:
+    from specexp.measure.prompts import Prompts
+
 DRAFTERS = Path(__file__).parents[1] / "drafters"
-app = typer.Typer(help="Train small models and heads, make twins.", no_args_is_help=True)
+app = typer.Typer(
+    cls=opt.Group,
+    help="Fetch a pretrained model; train small models, heads and drafts; make twins, which are "
+    "pairs of a real model's shape with random weights.",
+    no_args_is_help=True,
+)
 
 
 def models(as_json: bool = opt.AS_JSON) -> None:
@@ -75,23 +86,35 @@ def train(
     Examples: `specexp zoo train --heads eagle3 --target target-10m`,
     `specexp zoo train --draft --target smollm2 --minutes 20`
     """
-    from specexp import api
-    from specexp.zoo import shelf
+    from specexp.measure import parameters, prompts
+    from specexp.zoo import naming, recipes, shelf
 
-    device, of = api.resolve_device(device), target or "target-10m"
+    of = target or "target-10m"
     kinds = {"--only": only, "--heads": heads, "--draft": draft or None}
     if len(given := [option for option, value in kinds.items() if value]) > 1:
         raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")
     if not draft and (layers, minutes) != (None, None):
         raise UserError("--layers and --minutes belong to --draft: add it")
     if heads is not None:
+        recipes.insist_on_heads(heads)
+        if text is not None and not text.is_file():
+            raise UserError(f"no text file at {text}")
+    elif not draft and (target, text) != (None, None):
+        option = "--text" if target is None else "--target"
+        raise UserError(f"{option} belongs to --heads or --draft: add one of them")
+    answered = prompts.load(str(text)) if draft and text is not None else None
+    if heads or draft:
+        naming.locate(of)
+    parameters.insist({"device": device})
+
+    from specexp import api
+
+    device = api.resolve_device(device)
+    if heads is not None:
         _train_heads(heads, of, out, device, quick, text)
     elif draft:
         minutes = 0.05 if quick else 20.0 if minutes is None else minutes
-        _train_draft(of, layers, out, device, minutes, text)
-    elif target is not None or text is not None:
-        option = "--text" if target is None else "--target"
-        raise UserError(f"{option} belongs to --heads or --draft: add one of them")
+        _train_draft(of, layers, out, device, minutes, answered)
     else:
         zoo = shelf.making("train").train_zoo(only or None, out, device=device, quick=quick)
         for folder in zoo:
@@ -102,9 +125,9 @@ def _train_heads(
     kind: str, target: str, out: Path | None, device: str, quick: bool, text: Path | None
 ) -> None:
     """Train heads and log loss and accuracy by position to the MLflow experiment `heads`."""
-    from specexp.names import locate
     from specexp.tracking import runs
     from specexp.zoo.heads import train_heads
+    from specexp.zoo.naming import locate
 
     history: dict[str, dict[int, float]] = {}
 
@@ -123,7 +146,7 @@ def _train_heads(
 
 def _train_draft(
     target: str, layers: int | None, out: Path | None, device: str, minutes: float,
-    text: Path | None,
+    asked: Prompts | None,
 ) -> None:  # fmt: skip
     """Make a draft of a target's own layers, and train it on what the target answers."""
     import specexp
@@ -135,9 +158,7 @@ def _train_draft(
     layers = max(1, L // 8) if layers is None else layers
     drafts.kept_layers(L, layers)
     chats = bool(getattr(pairing.tokenizer, "chat_template", None))
-    if text is not None:
-        asked = prompts.load(str(text))
-    else:
+    if asked is None:
         each = [prompts.Prompt(i, "text", (q,)) for i, q in enumerate(drafts.questions(chats))]
         asked = prompts.Prompts(each, " about Python's standard library")
     source = f"{asked}{', in its chat' if chats else ''}"
@@ -163,7 +184,7 @@ def _train_draft(
     )
 
 
-@app.command("fetch")
+@app.command("fetch", cls=opt.Command)
 def fetch(
     name: str = typer.Argument(help="smollm2: SmolLM2-135M-Instruct, Apache-2.0, 93 MB."),
 ) -> None:

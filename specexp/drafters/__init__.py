@@ -18,16 +18,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from specexp import objects
-from specexp.errors import UserError, meant, warn_once
-from specexp.fitting import Limits, methods
+from specexp.errors import UserError, warn_once
+from specexp.fitting import Limits
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
-
-# names that people try, and the method that each stands for
-OTHER_NAMES = dict.fromkeys(("null", "none", "off", "never", "baseline"), "plain")
-OTHER_NAMES["lookahead"] = "recycle"
 
 
 class Drafter(ABC):
@@ -189,12 +185,6 @@ def prepare(request: Request) -> Prepared:
     """Check a drafter's options without loading weights. Raises UserError."""
     if request.own is not None:
         return _own(request)
-    if request.method not in methods():
-        hint = meant(OTHER_NAMES.get(request.method, request.method), methods())
-        raise UserError(
-            f"drafter {request.method!r} is unknown{hint} (use one of {', '.join(methods())}; a "
-            "draft model is model:NAME, a drafter of your own module:Class)"
-        )
     return cast(Prepared, _module(request.method).prepare(request))
 
 

@@ -9,7 +9,7 @@ from specexp import terminal
 from specexp.errors import counted
 from specexp.figures.style import share, times
 from specexp.measure.hardware.phases import PHASES
-from specexp.measure.hardware.suites import WORK
+from specexp.measure.hardware.work import WORK
 from specexp.measure.statistics import NOT_CREDIBLE
 
 

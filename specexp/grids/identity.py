@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specexp import fitting
 from specexp.errors import UserError, first_line
 from specexp.grids import imports, notebooks
 from specexp.measure import feasible, prompts
@@ -108,9 +109,7 @@ def facts_of_model(source: str) -> Answer:
     """The name of a model and a digest, and READ_WHOLE if it has large files. Of a folder: of its
     configuration, tokenizer and weights. Of a hub id: the revision in the local cache, or the id
     itself if it is not cached. The digest is the same with `+int8`."""
-    from specexp.models import int8
-
-    bare, how = int8.split(source)
+    bare, how = fitting.split(source)
     folder = Path(bare)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache

@@ -18,6 +18,7 @@ from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
 from specexp.tree import MOST, Tree
+from specexp.zoo import naming
 from specexp.zoo.known import OWN_CODE, Answer, Known
 
 Params = Mapping[str, Any]
@@ -68,6 +69,34 @@ def problems_of(
     """The problems of these parameters together. `wrong`: those whose own value is wrong already;
     if there are any, memory is not asked about."""
     findings = _Findings(params)
+    texts = _check_texts(params, texts, known, findings, wrong)
+    if str(device := params.get("device", "auto")).startswith("cuda"):
+        findings.check(known.cached, facts_of_gpu, device, blame=("device",))
+    deepest = MOST
+    if "target" in params:
+        pairings, longest = _check_models(params, texts, known, findings)
+        if pairings and not (findings.problems or wrong):
+            _check_memory(params, pairings, longest, known, findings)
+        deepest = min([deepest, *(pairing.limits.deepest for pairing in pairings)])
+    _check_policies(params, deepest, known, findings)
+    return findings.problems
+
+
+def problems_of_texts(
+    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: set[str]
+) -> list[Problem]:
+    """Those of `problems_of` that names, numbers and the prompts show, without torch."""
+    findings = _Findings(params)
+    _check_texts(params, texts, known, findings, wrong)
+    _check_policies(params, MOST, known, findings)
+    return findings.problems
+
+
+def _check_texts(
+    params: Params, texts: list[prompts.Prompt] | None, known: Known, findings: _Findings,
+    wrong: set[str],
+) -> list[prompts.Prompt]:  # fmt: skip
+    """Problems of names and numbers; returns the prompts."""
     for gamma in values(params, "gamma", "gammas") or [1]:
         for shape in values(params, "tree", "trees") or ["chain"]:
             findings.check(Tree.parse, shape, gamma, blame=("gamma", "gammas", "tree", "trees"))
@@ -76,24 +105,23 @@ def problems_of(
         limit = None if "limit" in wrong else params.get("limit")
         source = prompts.load, params.get("prompts", "all"), categories, limit
         texts = findings.check(known, *source, blame=("prompts", "limit", "categories")) or []
-    if str(device := params.get("device", "auto")).startswith("cuda"):
-        findings.check(known.cached, facts_of_gpu, device, blame=("device",))
     for rule in values(params, "rule", "rules"):
         if rule != "auto":
-            blame = ("rule", "rules")
-            findings.check(known.cached, "specexp.names.facts_of_rule", rule, blame=blame)
-    deepest = MOST
+            findings.check(known, fitting.rule, rule, blame=("rule", "rules"))
     if "target" in params:
-        pairings, longest = _check_models(params, texts, known, findings)
-        if pairings and not (findings.problems or wrong):
-            _check_memory(params, pairings, longest, known, findings)
-        deepest = min([deepest, *(pairing.limits.deepest for pairing in pairings)])
+        there = findings.check(known, naming.locate, params["target"], blame=("target",))
+        for drafter in {options["drafter"]: None for options in each_pairing(params) if there}:
+            question = naming.insist_on_drafter, drafter, params["target"]
+            findings.check(known, *question, blame=("drafter", "drafters", "rivals", "target"))
+    return texts
+
+
+def _check_policies(params: Params, deepest: int, known: Known, findings: _Findings) -> None:
     for policy in values(params, "policy", "policies"):
         fluid = "requests_per_day" in params
         if fluid or policy not in PRICED:
             question = facts_of_policy, policy, deepest, fluid
             findings.check(known.cached, *question, blame=("policy", "policies", "drafter"))
-    return findings.problems
 
 
 def facts_of_policy(policy: str, deepest: int, fluid: bool) -> Answer:
@@ -113,7 +141,7 @@ def _check_models(
 ) -> tuple[list[Candidate], int]:
     """The pairings that can be built, and the tokens of the longest prompt with its output."""
     target = params["target"]
-    facts = findings.check(known.cached, "specexp.names.facts_of_target", target, blame=["target"])
+    facts = findings.check(_facts_of_target, target, known, blame=("target",))
     if not facts:
         return [], 0
     pairings = []
@@ -149,6 +177,11 @@ def _check_models(
             "target",
         )  # fmt: skip
     return pairings, longest
+
+
+def _facts_of_target(target: str, known: Known) -> Any:
+    known(naming.locate, target)
+    return known.cached("specexp.names.facts_of_target", target)
 
 
 def facts_of_chat(target: str, *prompt: Any) -> Answer:
@@ -189,6 +222,11 @@ def _tokenizer(target: str, known: Known) -> Any:
 
 def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate:
     """The pairing of these options of `specexp.load`. Raises UserError if it cannot be built."""
+    known(naming.insist_on_drafter, options["drafter"], options["target"])
+    ruling = None
+    if (rule := options["rule"]) != "auto":
+        known(fitting.rule, rule)
+        ruling = SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
     looked_up = dict(options) | {"seed": 0}
     if options["sampling"] == "given":
         fitting.check_sampling(*(options[name] for name in ("temperature", *SAMPLING)))
@@ -200,12 +238,9 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     facts = known.cached("specexp.names.facts_of_pairing", *looked_up.items())
     limits = fitting.Limits(**facts["limits"])
     gamma = min(5, limits.deepest) if options["gamma"] is None else options["gamma"]
-    tree, rule = Tree.parse(options["tree"], gamma), options["rule"]
+    tree = Tree.parse(options["tree"], gamma)
     own = options["sampling"] == "given"
     temperature = options["temperature"] if own else facts["sampling"]["temperature"]
-    ruling = None
-    if rule != "auto":
-        ruling = SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
     fitting.fit(facts["method"], limits, tree, vocab, ruling, temperature)
     models = [SimpleNamespace(**sizes) for sizes in facts["models"]]
     return Candidate(limits, tree, temperature, models)

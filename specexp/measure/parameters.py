@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,21 +197,29 @@ def check(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> list[
     return [problem.what for problem in problems_of(params, texts, Known())]
 
 
-def insist(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> None:
-    """Raises UserError with every problem that `check` finds, one line each."""
-    if problems := check(params, texts):
-        raise UserError("\n".join(problems))
+def insist(
+    params: Mapping[str, Any], texts: list[Prompt] | None = None, problems: Sequence[str] = ()
+) -> None:
+    """Raises UserError with these problems and every one that `check` finds, one line each; or, if
+    there are any, with those that show without torch."""
+    known = Known()
+    for light in (True, False):
+        found = [problem.what for problem in problems_of(params, texts, known, light)]
+        if every := dict.fromkeys([*problems, *found]):
+            raise UserError("\n".join(every))
 
 
 def problems_of(
-    params: Mapping[str, Any], texts: list[Prompt] | None, known: Known
+    params: Mapping[str, Any], texts: list[Prompt] | None, known: Known, light: bool = False
 ) -> list[Problem]:
-    """Every problem with these parameters, reusing what earlier checks looked up."""
+    """Every problem with these parameters, reusing what earlier checks looked up; if `light`, those
+    that show without torch."""
     from specexp.measure import feasible
 
     problems = list(problems_of_values(params))
     wrong = {name for problem in problems for name in problem.names}
-    problems += feasible.problems_of(params, texts, known, wrong)
+    further = feasible.problems_of_texts if light else feasible.problems_of
+    problems += further(params, texts, known, wrong)
     first: dict[str, Problem] = {}
     for problem in problems:
         first.setdefault(problem.what, problem)

@@ -17,8 +17,8 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 
+from specexp import fitting
 from specexp.errors import UserError, refusing
-from specexp.models import int8
 
 LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
@@ -84,7 +84,7 @@ def read(source: str | Path) -> Head:
     """Identify heads by config and tensor names alone. `source`: a folder or hub id.
 
     Raises UserError if they are in none of the known layouts."""
-    bare, suffix = int8.split(str(source))
+    bare, suffix = fitting.split(str(source))
     if suffix:
         raise UserError(f"{bare}: heads are read as they are; leave out {suffix}")
     file = _weights(bare)

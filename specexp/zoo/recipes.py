@@ -6,6 +6,8 @@ Also the tokens of the zoo's models, which the twins share.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from specexp.errors import UserError, meant
+
 VOCABULARY = 4096
 END = 0  # id of <|endoftext|>: the BOS, EOS and padding token
 
@@ -100,3 +102,9 @@ _HEADS = (
     ),
 )
 HEADS = {recipe.kind: recipe for recipe in _HEADS}
+
+
+def insist_on_heads(kind: str) -> None:
+    """Raise UserError for a kind of heads that cannot be trained."""
+    if kind not in HEADS:
+        raise UserError(f"heads {kind!r} are unknown{meant(kind, HEADS)} ({', '.join(HEADS)})")

@@ -8,7 +8,7 @@ import pytest
 from specexp.commands import app
 from specexp.errors import UserError
 from specexp.measure import interleave
-from specexp.measure.hardware import roofline, suites
+from specexp.measure.hardware import roofline, suites, work
 from specexp.measure.prompts import Prompt
 
 PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq mean mean",))]
@@ -53,23 +53,26 @@ def test_bench_writes_json_with_every_suite(bench, tmp_path, tiny_folders):
     code, printed, err = bench("--out", str(out))
     assert code == 0, err
     report = json.loads(out.read_text())
-    assert list(report["suites"]) == list(suites.NAMES)
+    assert list(report["suites"]) == list(work.NAMES)
     assert {"device", "torch", "threads", "dtype", "load", "versions", "warning"} <= set(
         report["about"]
     )
     assert {"torch", "transformers", "python"} <= set(report["about"]["versions"])
     assert report["parameters"]["target"] == tiny_folders[0]
     assert report["parameters"]["batches"] == [1, 2]
-    for name in suites.NAMES:
+    for name in work.NAMES:
         assert f"{name}:" in printed
     first = printed.splitlines()[0]
     assert all(part in first for part in ("cpu", "float32", " thread", "load average"))
 
 
-def test_bench_json_prints_only_json(bench):
+def test_bench_json_prints_only_json_and_warns_of_a_busy_machine(bench, monkeypatch):
+    monkeypatch.setattr(suites, "doubts", lambda device: ["3 other programs run"])
     code, out, err = bench("roofline", "round", "roofline", "--json")
     assert code == 0, err
+    assert err.startswith("warning: 3 other programs run\n")
     report = json.loads(out)
+    assert report["about"]["warning"] == "3 other programs run"
     assert list(report["suites"]) == ["roofline", "round"]
     assert [row["tokens"] for row in report["suites"]["roofline"]["rows"]] == [1, 3, 1, 3]
 
@@ -77,7 +80,10 @@ def test_bench_json_prints_only_json(bench):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["rouf"], "suite 'rouf' is unknown; there are peers, roofline, round"),
+        (
+            ["rooflin"],
+            "suite 'rooflin' is unknown; did you mean 'roofline'? (there are peers,",
+        ),
         (["--gamma", "0"], "gamma is 0"),
         (["--gamma", "-1"], "gamma is -1"),
         (["--repeats", "0"], "repeats is 0"),
@@ -204,4 +210,4 @@ def test_bench_refuses_an_unreadable_report(bench, tmp_path, spoil, says):
 
 def test_check_refuses_an_unknown_suite(tiny_folders):
     with pytest.raises(UserError, match="unknown"):
-        suites.check(["x"], {"gamma": 1, "target": tiny_folders[0], "drafter": "plain"}, PROMPTS)
+        work.insist(["x"], {"gamma": 1, "target": tiny_folders[0], "drafter": "plain"}, PROMPTS)

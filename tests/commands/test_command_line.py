@@ -1,8 +1,10 @@
 """The command line as a user meets it: output, one-line errors, exit codes."""
 
 import errno
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +17,10 @@ from specexp import names
 from specexp.commands import app, options
 from specexp.drafters.plain import Plain
 from specexp.engine import Engine
+from specexp.errors import UserError
 from specexp.measure import parameters
 from specexp.measure.exactness import verdict
+from specexp.terminal import Terminal
 from specexp.trace import Trace
 
 
@@ -87,7 +91,7 @@ def test_help_has_examples_and_imports_nothing_heavy():
             "target drafter gamma tree temperature top_k top_p min_p sampling rule max_new_tokens "
             "dtype device seed prompts limit",
         ),
-        ("serve", "target drafter prompts count rows queue chunk ttft_ms tpot_ms sampling dtype"),
+        ("serve", "target drafter prompts rows queue chunk ttft_ms tpot_ms sampling dtype"),
         (
             "bench",
             "target drafter gamma temperature sampling batches prompts max_new_tokens device",
@@ -100,6 +104,47 @@ def test_option_help_is_that_of_the_parameter(command, names, run, monkeypatch):
     page = " ".join(run(command, "--help")[1].split())
     for name in names.split():
         assert parameters.help_of(name) in page, name
+
+
+def test_options_stand_in_groups_and_types_are_not_pythons(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    page = run("generate", "-h")[1]
+    panels = {panel.partition(" ")[0]: panel for panel in page.split("╭─ ")[1:]}
+    assert {"Options", *options.PANELS} == {*panels}
+    for panel, named in options.PANELS.items():
+        flags = [f"--{name.replace('_', '-')}" for name in named if name != "policy"]
+        assert all(flag in panels[panel] for flag in flags), panel
+    for words in ((), ("generate",), ("serve",), ("ui",), ("zoo", "train"), ("grid", "run")):
+        assert not re.search(r"<\w|\[1<=", run(*words, "-h")[1]), words
+
+
+def test_the_first_page_groups_commands_and_shows_the_way_in(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    page = run("-h")[1]
+    assert 'specexp generate --prompt "def mean(values):"' in page
+    assert "specexp grid run notebooks/grids/acceptance.yaml" in page
+    assert re.findall(r"╭─ ([\w ]+) ─", page) == ["Options", *app.PANELS]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("version",), "specexp has no command 'version': specexp --version"),
+        (("help",), "specexp has no command 'help': specexp -h"),
+        (("generat",), "specexp has no command 'generat'; did you mean 'generate'?"),
+        (("zoo", "trian"), "specexp zoo has no command 'trian'; did you mean 'train'?"),
+        (("generate", "--temperature", "warm"), "--temperature 'warm' is not a number"),
+        (("generate", "--gamma=two"), "--gamma 'two' is not a whole number"),
+        (("generate", "--promt", "a"), "No such option: --promt"),
+        (("theory",), "Missing option '--alpha'"),
+        (("lab", "x"), "specexp lab takes no argument such as x: JupyterLab's options stand after"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line(run, words, line):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {line}")
+    assert len(err.splitlines()) == 1
 
 
 def test_python_m_specexp_is_the_command_line():
@@ -211,7 +256,30 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
     assert "16 tokens in" in out
     assert "accepted/drafted" in out
     assert "identical" in out
-    assert "[accepted]  <corrected>  +bonus+  plain  ~rejected~" in out, "no colours, no marks"
+    assert "[draft token accepted]  <the target's in place of a rejected one>  +the" in out
+    assert "~draft token rejected~" in out, "no colours, no marks"
+
+
+@pytest.mark.parametrize("plain", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_a_terminal_without_colours_has_marks(run, tiny_folders, monkeypatch, plain):
+    shown = io.StringIO()
+    environment = {"TERM": "xterm"} | plain
+    terminal = Terminal(file=shown, force_terminal=True, markup=False, _environ=environment)
+    monkeypatch.setattr(options, "console", terminal)
+    words = ("generate", "--target", tiny_folders[0], "--drafter", "ngram", "--prompt", "x y x y x")
+    assert run(*words, "--max-new-tokens", "8")[0] == 0
+    first, *_ = shown.getvalue().splitlines()
+    assert first == "x y x y x", "the prompt has a line of its own"
+    assert "[draft token accepted]  <the target's in place of a rejected one>" in shown.getvalue()
+    assert "rejected~" not in shown.getvalue(), "they are shown by round only"
+
+
+def test_several_prompts_are_separated_by_a_rule(run, tiny_folders, questions):
+    words = ("generate", "--target", tiny_folders[0], "--drafter", "plain", "--max-new-tokens", "2")
+    lines = run(*words, "--prompts", questions, "--limit", "2")[1].splitlines()
+    [rule] = [i for i, line in enumerate(lines) if line and not line.strip("─")]
+    first, second = lines.index("text 0"), lines.index("text 1")
+    assert first < rule < second
 
 
 def test_generate_follows_the_generation_config_of_the_target(run, tiny_folders, tmp_path):
@@ -412,7 +480,8 @@ def test_folder_named_like_a_method_is_a_draft_model(tmp_path, monkeypatch):
     (tmp_path / "draft-model").mkdir()
     for name in ("draft-model", "./my-model", "models/ft", "me/my-model"):
         assert names.parse_drafter(name) == ("model", name, None)
-    assert names.parse_drafter("eagl:me/heads") == ("eagl", "me/heads", None)
+    with pytest.raises(UserError, match="did you mean 'eagle'"):
+        names.parse_drafter("eagl:me/heads")
 
 
 def test_lossy_rule_is_not_reported_as_exact(run):
@@ -454,7 +523,7 @@ def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):
         "device",
         "free memory",
         "bfloat16",
-        "in torch",
+        "without kernels",
         "zoo",
         "ready",
     ):
@@ -470,6 +539,7 @@ def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):
 def test_doctor_calls_unwritable_store_not_writable(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setattr("specexp.commands.doctor.speeds", lambda device: "")
     code, out, _ = run("doctor")
     assert code == 1
     assert "not writable" in out
@@ -483,6 +553,7 @@ def test_brackets_in_paths_are_not_read_as_markup(run, tiny_folders, tmp_path, m
     assert run("zoo", "train")[1].split() == ["wrote", str(folder)]
     monkeypatch.setenv("SPECEXP_MLRUNS", str(folder))
     monkeypatch.setattr("specexp.commands.doctor.missing", lambda: ["x: pip install 'x[all]>=1'"])
+    monkeypatch.setattr("specexp.commands.doctor.speeds", lambda device: "")
     said = run("doctor")[1].replace("\n", "")
     assert "pip install 'x[all]>=1'" in said
 
@@ -593,8 +664,10 @@ def test_serve_answers_same_requests_under_every_policy(run, tiny_folders, tmp_p
 
 
 def test_serve_shows_a_table_and_why_requests_were_refused_in_json_too(
-    run, tiny_folders, questions
+    run, tiny_folders, questions, monkeypatch
 ):
+    busy = "specexp.measure.hardware.machine.doubts"
+    monkeypatch.setattr(busy, lambda device: ["3 other programs run"])
     crowded = (
         "serve", "--target", tiny_folders[0], "--drafter", "ngram", "--prompts", questions,
         "--load", "poisson:100000", "--policy", "never", "--rows", "1", "--queue", "1",
@@ -602,6 +675,7 @@ def test_serve_shows_a_table_and_why_requests_were_refused_in_json_too(
     )  # fmt: skip
     code, out, err = run(*crowded)
     assert code == 0, err
+    assert "warning: 3 other programs run\n" in err
     for said in ("TTFT p95, ms", "rows speculated", "6 requests", "the queue is full: 1"):
         assert said in out
     notes = json.loads(run(*crowded, "--json")[1])["notes"]

@@ -16,7 +16,7 @@ from specexp.fast.cpu import passes
 from specexp.fast.recordings import Recordings
 from specexp.figures import hardware
 from specexp.measure import statistics
-from specexp.measure.hardware import roofline, suites
+from specexp.measure.hardware import roofline, suites, work
 from specexp.measure.hardware.phases import PHASES, PassTimed, PhaseClock, phases
 from specexp.measure.prompts import Prompt
 from specexp.models.lm import LM
@@ -231,7 +231,7 @@ def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
     monkeypatch.setitem(chosen, torch.device("cpu"), lambda target: Recordings(Tape()))
     monkeypatch.setattr(passes.Native, "by_length_up_to", 0)  # a tape knows only torch's operations
     taped_rig = pairing.apart()
-    for name in suites.NAMES:
+    for name in work.NAMES:
         settings = (PROMPTS, [1, 2], 12, 1)
         report, expected = (
             suites.run(name, taped_rig, *settings),

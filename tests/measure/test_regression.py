@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from specexp.errors import UserError
-from specexp.measure.hardware import regression, suites
+from specexp.measure.hardware import regression, work
 
 MEASURED = Path(__file__).parents[2] / "data" / "measurements"
 
@@ -77,7 +77,7 @@ def test_model_names_are_not_read_as_markup():
 def test_committed_reports_can_be_compared():
     for file in ("bench.json", "bench_bfloat16.json"):
         report = json.loads((MEASURED / file).read_text())
-        again = regression.read(MEASURED / file, report["parameters"], suites.NAMES)
+        again = regression.read(MEASURED / file, report["parameters"], work.NAMES)
         compared = regression.changes(report, again)
         assert len(compared) == 14
         assert not any(change.worse or change.better for change in compared)

@@ -13,7 +13,7 @@ from support.tape import taped
 from support.tiny import NoHostReads, gpt2, slowly
 from torch import nn
 
-from specexp import api
+from specexp import api, fitting
 from specexp.errors import UserError
 from specexp.fast.fused import Fused
 from specexp.grids import identity
@@ -58,14 +58,14 @@ def quantised_layers(module: nn.Module) -> list[str]:
 
 
 def test_split_separates_the_int8_suffix(tmp_path, monkeypatch):
-    assert int8.split("sibling-3m+int8") == ("sibling-3m", "+int8")
-    assert int8.split("org/name+int8") == ("org/name", "+int8")
+    assert fitting.split("sibling-3m+int8") == ("sibling-3m", "+int8")
+    assert fitting.split("org/name+int8") == ("org/name", "+int8")
     for name in ("sibling-3m", "org/name", "c++", "+int8", "a+int-8"):
-        assert int8.split(name) == (name, "")
+        assert fitting.split(name) == (name, "")
     monkeypatch.chdir(tmp_path)
     Path("odd+int8").mkdir()
-    assert int8.split("odd+int8") == ("odd+int8", "")
-    assert int8.split("odd+int8+int8") == ("odd+int8", "+int8")
+    assert fitting.split("odd+int8") == ("odd+int8", "")
+    assert fitting.split("odd+int8+int8") == ("odd+int8", "+int8")
 
 
 def test_folder_named_int8_is_loaded_plain(tiny_folders, tmp_path):

@@ -36,7 +36,7 @@ from specexp.errors import UserError, first_line
 from specexp.fast.recordings import Recordings
 from specexp.measure import break_even, interleave, prompts
 from specexp.measure.exactness import compare
-from specexp.measure.hardware import peers, roofline, suites
+from specexp.measure.hardware import peers, roofline, suites, work
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load import loops, served
 from specexp.models import memory
@@ -263,9 +263,9 @@ def twin(params: str, device: torch.device, made: list[Pairing]) -> dict[str, An
 def bench(rows: Rows, device: torch.device) -> None:
     """The suites of `specexp bench` on the zoo's pair; first of all, transformers on few texts."""
     pair = api.load("target-10m", "model", device=str(device), dtype="bfloat16")
-    texts = prompts.load("all", limit=suites.PROMPTS)
+    texts = prompts.load("all", limit=work.PROMPTS)
     rows.add("peers, few texts", partial(suites.run, "peers", pair, texts[:FEW], (1,), NEW, 1))
-    for name in (*suites.NAMES[1:], "peers"):
+    for name in (*work.NAMES[1:], "peers"):
         rows.add(name, partial(suites.run, name, pair, texts, BATCHES, NEW, 3))
 
 

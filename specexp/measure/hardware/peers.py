@@ -25,11 +25,11 @@ from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.measure import interleave, statistics
 from specexp.measure.exactness import compare
+from specexp.measure.hardware.work import MAX_BATCH
 from specexp.measure.interleave import Turn
 from specexp.measure.prompts import Prompt
 from specexp.sampling import Sampling
 
-MAX_BATCH = 8  # largest batch size that is compared
 SUFFIX = 3  # most tokens that prompt lookup matches, on both sides
 Texts = list[list[int]]  # of a batch, row by row
 Writer = Callable[[Texts], Texts]  # prompts to new tokens

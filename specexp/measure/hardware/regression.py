@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specexp.errors import UserError, counted
-from specexp.measure.hardware.suites import NAMES, WORK
+from specexp.measure.hardware.work import NAMES, WORK
 from specexp.measure.statistics import Interval
 
 MARGIN = 0.05

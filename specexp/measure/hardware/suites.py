@@ -16,9 +16,7 @@ import torch
 
 from specexp import api
 from specexp.api import Pairing
-from specexp.errors import UserError
 from specexp.fast import cuda_graphs
-from specexp.measure import parameters
 from specexp.measure.costs import fingerprint
 from specexp.measure.hardware import peers
 from specexp.measure.hardware.machine import described, doubts, emulated
@@ -28,12 +26,6 @@ from specexp.measure.prompts import Prompt
 from specexp.models.load import DTYPES
 from specexp.tracking.provenance import cores, version
 
-NAMES = ("peers", "roofline", "round")
-WORK = {
-    "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
-    "draft over plain": "speculation",
-}  # fmt: skip  # the comparisons of `peers`, in words
-PROMPTS = 5  # how many prompts are used, evenly over categories
 PACKAGES = ("specexp", "torch", "transformers", "numpy")
 
 
@@ -60,19 +52,6 @@ def report_path(out: Path, options: dict[str, Any]) -> Path:
     machine = fingerprint(device, DTYPES[options["dtype"]])
     words = "bench", machine["device"], machine["dtype"], Path(options["target"]).name
     return out / ("_".join(re.sub(r"\W+", "-", word).strip("-") for word in words) + ".json")
-
-
-def check(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
-    """Raises UserError with every problem, one line each, before any weight is loaded."""
-    unknown = [name for name in names if name not in NAMES]
-    problems = [f"suite {name!r} is unknown; there are {', '.join(NAMES)}" for name in unknown]
-    if options["gamma"] == 0:
-        problems.append("gamma is 0; to measure speculation it must be 1 or more")
-    batches = options.get("batches", [1])
-    most = max(peers.MAX_BATCH, min(batches))  # rows of the largest batch that generates
-    problems += parameters.check(options | {"batches": [min(b, most) for b in batches]}, texts)
-    if problems:
-        raise UserError("\n".join(problems))
 
 
 def run(

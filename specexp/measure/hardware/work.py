@@ -1,0 +1,30 @@
+"""What `specexp bench` can be asked for, in words and numbers: checked before torch is imported."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from specexp.errors import meant
+from specexp.measure import parameters
+from specexp.measure.prompts import Prompt
+
+NAMES = ("peers", "roofline", "round")
+WORK = {
+    "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
+    "draft over plain": "speculation",
+}  # fmt: skip  # the comparisons of `peers`, in words
+PROMPTS = 5  # how many prompts are used, evenly over categories
+MAX_BATCH = 8  # largest batch size that `peers` compares
+
+
+def insist(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
+    """Raises UserError with every problem, one line each, before any weight is loaded."""
+    problems = [
+        f"suite {name!r} is unknown{meant(name, NAMES)} (there are {', '.join(NAMES)})"
+        for name in names
+        if name not in NAMES
+    ]
+    if options["gamma"] == 0:
+        problems.append("gamma is 0; to measure speculation it must be 1 or more")
+    batches = options.get("batches", [1])
+    most = max(MAX_BATCH, min(batches))  # rows of the largest batch that generates
+    parameters.insist(options | {"batches": [min(b, most) for b in batches]}, texts, problems)

