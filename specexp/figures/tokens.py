@@ -25,20 +25,24 @@ HATCHED = {
 
 class Look(NamedTuple):
     """How a kind of token is shown: style, in a terminal; mark, in one without colours ({}: the
-    token); shade, as CSS, on a light or a dark page ({}: the kind's colour)."""
+    token); shade, as CSS, on a light or a dark page ({}: the kind's colour); and what it means."""
 
     style: str
     mark: str
     shade: str
+    meaning: str
 
 
 LOOKS = {
-    "accepted": Look("green", "[{}]", "background: {}50"),
-    "corrected": Look("bold yellow", "<{}>", "background: {}66; font-weight: bold"),
+    "accepted": Look("green", "[{}]", "background: {}50", "draft token accepted"),
+    "corrected": Look("bold yellow", "<{}>", "background: {}66; font-weight: bold",
+                      "the target's in place of a rejected one"),
     "bonus": Look("bold cyan", "+{}+",
-                  "background: {}50; font-weight: bold; text-decoration: underline"),
-    "plain": Look("default", "{}", ""),
-    "rejected": Look("dim strike red", "~{}~", "background: {}33; text-decoration: line-through"),
+                  "background: {}50; font-weight: bold; text-decoration: underline",
+                  "the target's after accepted ones"),
+    "plain": Look("default", "{}", "", "nothing was drafted"),
+    "rejected": Look("dim strike red", "~{}~", "background: {}33; text-decoration: line-through",
+                     "draft token rejected"),
 }  # fmt: skip
 
 
@@ -112,8 +116,10 @@ def by_kind(
         yield step, [*zip(emitted, kinds, strict=True), *((t, "rejected") for t in rejected)]
 
 
-def legend() -> Text:
-    return Text("  ").join(Text(kind, look.style) for kind, look in LOOKS.items())
+def legend(rounds: bool = True) -> Text:
+    """What the looks mean; without `rounds`, which show them, not that of rejected draft tokens."""
+    looks = [look for kind, look in LOOKS.items() if rounds or kind != "rejected"]
+    return Text("  ").join(Text(look.meaning, look.style) for look in looks)
 
 
 def marked(text: Text) -> Text:

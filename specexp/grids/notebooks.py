@@ -51,11 +51,11 @@ class Parameter:
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value for this parameter, or None."""
         if value is None:
-            return None if self.optional else f"needs {self.kind.__name__}, not null"
+            return None if self.optional else f"needs {_WORDS[self.kind]}, not null"
         if wrong := value_problem(value) or _type_problem(self.kind, value):
             return wrong
         for item in value if isinstance(value, list) and self.items else ():
-            if wrong := _type_problem(self.items or object, item, "a list of "):
+            if wrong := _type_problem(self.items or object, item, "a list, each item "):
                 return wrong
         return None
 
@@ -143,11 +143,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+_WORDS = {
+    int: "a whole number", float: "a number", str: "a text", bool: "true or false", list: "a list",
+}  # fmt: skip
+
+
 def _type_problem(kind: type, value: Any, a: str = "") -> str | None:
     if type(value) is kind or (kind is float and type(value) is int):
         return None
-    actual = f"{type(value).__name__} {value!r:.60}"
-    return f"needs {a}{kind.__name__}, not {actual}{_hint(value, kind)}"
+    return f"needs {a}{_WORDS[kind]}, not {value!r:.60}{_hint(value, kind)}"
 
 
 def _hint(value: Any, kind: type) -> str:

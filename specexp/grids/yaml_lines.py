@@ -20,6 +20,7 @@ from yaml.reader import Reader
 
 from specexp.errors import UserError, meant_beside
 
+GRIDS = Path(__file__).parents[2] / "notebooks" / "grids"  # of a checkout
 LARGEST, DEEPEST, LONGEST_NUMBER = 1_000_000, 20, 400
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _resolve = yaml.SafeLoader("").resolve
@@ -79,7 +80,8 @@ def _text(path: Path, document: Document) -> str:
         with open(path, "rb") as file:
             raw = file.read(LARGEST + 1)
     except (OSError, ValueError) as e:
-        hint = meant_beside(path) if isinstance(e, FileNotFoundError) else ""
+        shipped = meant_beside(Path(os.path.relpath(GRIDS)) / path.name)
+        hint = meant_beside(path, shipped) if isinstance(e, FileNotFoundError) else ""
         raise UserError(f"cannot be read: {getattr(e, 'strerror', None) or e}{hint}") from e
     if len(raw) > LARGEST:
         raise UserError(f"is larger than {LARGEST // 1000} kB, too large for a grid file")

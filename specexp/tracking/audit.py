@@ -108,12 +108,14 @@ def show(console: Console) -> bool:
     if not store.root().exists():
         console.print(Text(f"no store at {store.root()} yet: nothing to check"), soft_wrap=True)
         return True
-    invariants, lines = check(), list[Text]()
+    invariants, lines = check(), [Text("        checked")]
     for invariant in invariants:
         state = Text("broken  ", "bold red") if invariant.broken else Text("ok      ", "green")
-        lines.append(state + Text(f"{invariant.count:6d}  {invariant.statement}", ""))
-        lines += [Text(f"{'':16s}{line}") for line in (*invariant.broken, *invariant.notes)]
-    lines += [Text(f"claimed         {key}: {who}") for key, who in store.claims().items()]
+        lines.append(state + Text(f"{invariant.count:7d}  {invariant.statement}", ""))
+        lines += [Text(f"{'':17s}{line}") for line in (*invariant.broken, *invariant.notes)]
+    lines += [Text(f"claimed          {key}: {who}") for key, who in store.claims().items()]
+    if not any(invariant.broken for invariant in invariants) and not track.has_database():
+        lines.append(Text("no runs published yet: `specexp grid run` publishes them"))
     lines.append(Text(f"store {store.root()}, runs in {track.where()}"))
     console.print(Text("\n").join(lines), soft_wrap=True)
     return not any(invariant.broken for invariant in invariants)

@@ -3,10 +3,20 @@
 import re
 from types import SimpleNamespace
 
+import pytest
+
 from specexp.commands import doctor
 
 
+@pytest.fixture(autouse=True)
+def idle(monkeypatch):
+    """Whatever else runs here."""
+    monkeypatch.setattr(doctor, "doubts", lambda device: [])
+    monkeypatch.setattr(doctor, "missing", lambda: [])
+
+
 def test_doctor_tells_absent_from_too_old(monkeypatch):
+    monkeypatch.undo()
     there = {"torch": "2.4.0", "numpy": "2.1", "pandas": None}
     required = ["torch>=2.11", "numpy", "pandas>=2"]
     monkeypatch.setattr(doctor, "version", there.get)
@@ -23,7 +33,7 @@ def test_doctor_says_that_without_kernels_everything_runs_in_torch(monkeypatch, 
     monkeypatch.setenv("SPECEXP_FAST", "off")
     monkeypatch.setattr(doctor, "speeds", lambda device: "")
     doctor.examine()
-    assert re.search(r"in torch +everything *\n", capsys.readouterr().out)
+    assert re.search(r"without kernels +everything: torch's ", capsys.readouterr().out)
 
 
 def test_doctor_names_float64_alone_where_all_else_has_kernels(monkeypatch, capsys):
@@ -32,4 +42,22 @@ def test_doctor_names_float64_alone_where_all_else_has_kernels(monkeypatch, caps
     monkeypatch.setattr(doctor.ops, "kernels_of", lambda device: home)
     monkeypatch.setattr(doctor.ops, "in_torch", lambda device: [])
     doctor.examine()
-    assert re.search(r"in torch +float64 *\n", capsys.readouterr().out)
+    assert re.search(r"without kernels +float64 *\n", capsys.readouterr().out)
+
+
+def test_doctor_says_that_a_busy_machine_times_nothing_now(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "speeds", lambda device: "")
+    assert doctor.examine()
+    assert "ready: nothing is missing\n" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "doubts", lambda device: ["3 other programs run"])
+    assert doctor.examine()
+    busy = capsys.readouterr().out
+    assert "doubtful timings: 3 other programs run\n" in busy
+    assert "ready: nothing is missing, but do not time anything now\n" in busy
+
+
+def test_doctor_names_the_compiler_without_a_digest(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "speeds", lambda device: "")
+    monkeypatch.setattr(doctor.ops, "state", lambda device: "compiled by c++, AVX2, dd328a4d")
+    doctor.examine()
+    assert "compiled by c++, AVX2 " in capsys.readouterr().out

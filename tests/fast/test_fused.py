@@ -22,7 +22,7 @@ from specexp import ops
 from specexp.engine import Engine
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
-from specexp.fast.fused import Fused
+from specexp.fast.fused import Fused, agreed
 from specexp.models.lm import LM, Unfused
 from specexp.models.load import of_module
 from specexp.sequences import Sequences
@@ -229,8 +229,15 @@ def test_network_that_differs_is_unfused_and_logged(spoil, said, caplog):
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(of_module(net, "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
-    assert line.startswith("mine: run unfused, because ")
+    assert line.startswith("mine: run without the fast kernels, because ")
     assert said in line
+
+
+def test_rounding_that_float64_would_show_is_no_fault_of_the_model():
+    reference = torch.randn(1, 8, 5, dtype=torch.float64)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    nets = [lambda *_: (reference * (1 + 5e-5), None)]
+    assert agreed(nets, 1, tokens, reference) == (None, "in float64 their rounding shows")
 
 
 def fails(*_, **__):
@@ -244,7 +251,7 @@ def test_network_that_raises_is_unfused_and_logged(part, caplog, monkeypatch):
         assert isinstance(of_module(made("llama"), "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
     why = "it fails with ValueError: no such stride"
-    assert line == f"mine: run unfused, because {why}"
+    assert line == f"mine: run without the fast kernels, because {why}"
 
 
 @pytest.mark.compiler

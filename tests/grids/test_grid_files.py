@@ -371,12 +371,12 @@ BAD = {
     "int for text": (HEAD + "fixed: {how: 3}", 2, "quotes"),
     "yes for text": (HEAD + "grid:\n  how:\n  - a\n  - yes", 5, "true and false"),
     "off for text": (HEAD + "fixed: {how: off}", 2, "true and false"),
-    "text for int": (HEAD + "fixed: {x: two}", 2, "needs int"),
-    "float for int": (HEAD + "fixed: {x: 1.5}", 2, "needs int"),
-    "bool for int": (HEAD + "fixed: {x: true}", 2, "needs int"),
-    "null for int": (HEAD + "fixed: {x: null}", 2, "needs int, not null"),
-    "empty for int": (HEAD + "fixed:\n  x:", 3, "needs int, not null"),
-    "text for bool": (HEAD + "fixed: {flag: 'yes'}", 2, "needs bool"),
+    "text for int": (HEAD + "fixed: {x: two}", 2, "needs a whole number"),
+    "float for int": (HEAD + "fixed: {x: 1.5}", 2, "needs a whole number"),
+    "bool for int": (HEAD + "fixed: {x: true}", 2, "needs a whole number"),
+    "null for int": (HEAD + "fixed: {x: null}", 2, "needs a whole number, not null"),
+    "empty for int": (HEAD + "fixed:\n  x:", 3, "needs a whole number, not null"),
+    "text for bool": (HEAD + "fixed: {flag: 'yes'}", 2, "needs true or false"),
     "1e-3": (HEAD + "fixed: {rate: 1e-3}", 2, "write 0.001"),
     "1e-9": (HEAD + "fixed: {rate: 1e-9}", 2, "write 1.0e-09"),
     "0o17": (HEAD + "fixed: {x: 0o17}", 2, "write 15"),
@@ -389,11 +389,15 @@ BAD = {
     "infinity": (HEAD + "grid: {rate: [1.0, -.inf]}", 2, "finite"),
     "huge int": (HEAD + f"fixed: {{x: {BIG}}}", 2, "too large"),
     "endless int": (HEAD + f"fixed: {{x: {'9' * 5000}}}", 2, "too large"),
-    "list for int": (HEAD + "fixed: {x: [1]}", 2, "needs int"),
-    "mapping for int": (HEAD + "fixed: {x: {a: 1}}", 2, "needs int"),
-    "list on an axis": (HEAD + "grid: {x: [[1, 2]]}", 2, "needs int"),
+    "list for int": (HEAD + "fixed: {x: [1]}", 2, "needs a whole number"),
+    "mapping for int": (HEAD + "fixed: {x: {a: 1}}", 2, "needs a whole number"),
+    "list on an axis": (HEAD + "grid: {x: [[1, 2]]}", 2, "needs a whole number"),
     "text for list": (HEAD + "fixed: {names: a}", 2, "write ['a']"),
-    "number in a list of texts": (HEAD + "fixed: {names: [a, 3]}", 2, "needs a list of str"),
+    "number in a list of texts": (
+        HEAD + "fixed: {names: [a, 3]}",
+        2,
+        "needs a list, each item a text, not 3",
+    ),
     "text in a list of floats": (HEAD + "fixed: {rates: [1e-3]}", 2, "write 0.001"),
     "mapping in list": (HEAD + "fixed: {names: [{a: 1}]}", 2, "only numbers and strings"),
     "list in list": (HEAD + "grid: {names: [[[a]]]}", 2, "only numbers and strings"),
@@ -432,7 +436,7 @@ def test_bad_file_is_refused_with_its_line_and_reason(load, case):
 
 def test_type_mismatch_shows_the_parameters_help(load):
     [line] = refusal(load, f"notebook: {ACCEPTANCE}\nfixed: {{gamma: three}}")
-    assert line == "2: fixed.gamma needs int, not str 'three' (gamma: draft length)"
+    assert line == "2: fixed.gamma needs a whole number, not 'three' (gamma: draft length)"
 
 
 def test_date_for_a_number_is_two_problems(load):
@@ -482,6 +486,13 @@ def test_unreadable_grid_file_is_named(tmp_path):
             grid.load([tmp_path / name])
 
 
+def test_a_grid_file_that_is_not_there_is_looked_for_among_those_that_ship(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(grid_file.__file__).parents[2])
+    meant = re.escape("; did you mean 'notebooks/grids/acceptance.yaml'?")
+    with pytest.raises(UserError, match=meant):
+        grid.load([Path("10_acceptance.yaml")])
+
+
 # --- notebooks -----------------------------------------------------------------------------------
 
 
@@ -496,8 +507,8 @@ CELLS = {
     "a set of lists": ("x: list = {[1]}", "line 1: the value of x is not a literal"),
     "syntax": ("x: int = 1\ny: int = (", "line 2: '(' was never closed"),
     "a magic": ("%matplotlib inline", "line 1: "),
-    "wrong default": ("x: int = 'a'", "line 1: x needs int, not str 'a'"),
-    "null default": ("x: int = None", "line 1: x needs int, not null"),
+    "wrong default": ("x: int = 'a'", "line 1: x needs a whole number, not 'a'"),
+    "null default": ("x: int = None", "line 1: x needs a whole number, not null"),
     "infinite default": ("x: float = 1e999", "line 1: x is inf; only finite"),
     "secret default": (f"x: str = 'hf_{'a' * 30}'", "line 1: x looks like a secret"),
     "twice": ("x: int = 1\nx: int = 2", "line 2: x is defined twice"),

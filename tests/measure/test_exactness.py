@@ -406,7 +406,7 @@ def test_logits_that_only_a_cache_gives_are_a_bug():
     exact = certify(broken, PROMPTS, 24)
     assert not exact.divergences
     assert exact.strays == exact.alone == exact.bugs == 48
-    assert "48 with the module without a cache: 48 bugs" in str(exact)
+    assert "logits of 48 tokens with the unmodified model's: 48 bugs" in str(exact)
 
 
 def test_module_whose_forms_for_a_text_and_a_token_differ_has_two_texts(caplog):

@@ -108,7 +108,8 @@ class Exactness:
         parts = [f"{compared}{how} compared with plain decoding: {result}"]
         if self.alone:
             result = counted(self.strays, "bug") if self.strays else "equal but for rounding"
-            parts.append(f"{self.alone} with the module without a cache: {result}")
+            logits = f"logits of {counted(self.alone, 'token')} with the unmodified model's"
+            parts.append(f"{logits}: {result}")
         if self.unlikely:
             parts.append(f"BUG: {self.unlikely} of them are not the likeliest of their own round")
         parts += [str(check) for check in self.checks]
