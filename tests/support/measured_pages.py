@@ -67,9 +67,12 @@ def results() -> str:
     """README: the setting, one row for each of some drafters, and what happens under load."""
     file, table = load("drafters"), drafters().set_index("drafter")
     params = file["params"]
+    judged, machine = stages("pair")["round"], stages("smoke")["machine"]["where"]
     head = (
-        f"`{params['target']}` on {file['device']}: {params['gamma']} draft tokens, greedy, one "
-        f"stream, {params['limit']} prompts ([all](data/measurements/drafters.json)).\n"
+        f"Greedy, one stream: `{params['target']}` on {file['device']}, {params['gamma']} draft "
+        f"tokens, {params['limit']} prompts ([all](data/measurements/drafters.json)); last row on "
+        f"an {' '.join(machine.split()[:2])}, {judged['gamma']} draft tokens, {judged['texts']} "
+        "prompts ([all](data/measurements/gpu_pair.json)).\n"
     )
     rows = "".join(row(table.loc[name], label) for name, label in SHOWN.items())
     return (
@@ -82,6 +85,7 @@ def results() -> str:
 
 def real() -> str:
     """A pretrained model: the speedup of drafters that need no training; in 16 bits, the best."""
+    device = load("real")["device"].replace("thread of 2 shared AMD EPYC cores", "EPYC thread")
     each, (best, *_) = (
         [
             f"`{run['drafter']}` {run['speedup/measured']:.2f}x "
@@ -91,7 +95,7 @@ def real() -> str:
         for name in ("real", "real16")
     )
     return (
-        "[SmolLM2-135M](data/measurements/real.json) in chat (`make demo REAL=1`): "
+        f"[SmolLM2-135M](data/measurements/real.json) in chat on {device} (`make demo REAL=1`): "
         f"{', '.join(each)}; [16 bit](data/measurements/real16.json) {best}."
     )
 
@@ -157,7 +161,7 @@ def gpu_row() -> str:
         "speedup/measured": speedup["value"], "speedup/ci_low": speedup["low"],
         "speedup/ci_high": speedup["high"],
     }  # fmt: skip
-    return row(pd.Series(run), f"8B on an H100, its first {pair['weights']['draft']} layers")
+    return row(pd.Series(run), f"8B on the H100, its first {pair['weights']['draft']} layers")
 
 
 def gpu() -> str:
@@ -167,7 +171,7 @@ def gpu() -> str:
     assisted = next(peer["ratio"] for peer in peers if peer["work"] == "draft")
     loss = batches().query("arm == 'γ = 5'").set_index("batch")["value"]
     return (
-        f"On the H100 (bfloat16, random weights, {judged['gamma']} draft tokens, "
+        "On the H100 (bfloat16, random weights, "
         f"{speedup['from_passes']:.2f}x predicted) a token takes {one['ms']:.1f} ms, "
         f"{one['of_copy']['value']:.0%} of a copy's speed; the pair is "
         f"{assisted['value']:.1f}x [{assisted['low']:.1f}, {assisted['high']:.1f}] transformers' "
