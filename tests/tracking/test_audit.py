@@ -34,6 +34,17 @@ def test_store_check_of_missing_store_creates_nothing(monkeypatch, tmp_path):
     assert not (tmp_path / "mistyped").exists()
 
 
+def test_store_check_says_what_it_counts_and_that_nothing_is_published(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
+    console = Console(file=io.StringIO(), width=200)
+    assert audit.show(console)
+    first, second, *_, note, _ = console.file.getvalue().splitlines()
+    assert first.split() == ["checked"]
+    assert second == "ok            0  results are intact"
+    assert first.endswith("checked")
+    assert note == "no runs published yet: `specexp grid run` publishes them"
+
+
 def unpublished(result):
     track.client().delete_run(run_of(result))
     (result / ".published").unlink()
