@@ -110,9 +110,11 @@ def _check_texts(
             findings.check(known, fitting.rule, rule, blame=("rule", "rules"))
     if "target" in params:
         there = findings.check(known, naming.locate, params["target"], blame=("target",))
-        for drafter in {options["drafter"]: None for options in each_pairing(params) if there}:
+        each = {options["drafter"]: options for options in each_pairing(params) if there}
+        for drafter, options in each.items():
+            blame = [*_naming(options, params), "target", "dtype"]
             question = naming.insist_on_drafter, drafter, params["target"]
-            findings.check(known, *question, blame=("drafter", "drafters", "rivals", "target"))
+            findings.check(known, *question, blame=blame)
     return texts
 
 
