@@ -292,7 +292,8 @@ def migrated(tmp_path_factory):
 
 @pytest.fixture
 def store(tmp_path, monkeypatch, migrated):
-    """A fresh store of one test's own."""
+    """A fresh store of one test's own; runs log a quiet machine, whatever runs beside the tests."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     root = tmp_path / "mlruns"
     root.mkdir()
     shutil.copy(migrated / "mlflow.db", root / "mlflow.db")

@@ -84,7 +84,7 @@ def speak():
     warnings.warn(NASTY)
     raise RuntimeError(NASTY)
 
-app.app = speak
+app.app = lambda **options: speak()
 app.main()
 """
 

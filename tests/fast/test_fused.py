@@ -22,7 +22,7 @@ from specexp import ops
 from specexp.engine import Engine
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
-from specexp.fast.fused import Fused, agreed
+from specexp.fast.fused import Fused, fastest_agreeing
 from specexp.models.lm import LM, Unfused
 from specexp.models.load import of_module
 from specexp.sequences import Sequences
@@ -237,7 +237,7 @@ def test_rounding_that_float64_would_show_is_no_fault_of_the_model():
     reference = torch.randn(1, 8, 5, dtype=torch.float64)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     nets = [lambda *_: (reference * (1 + 5e-5), None)]
-    assert agreed(nets, 1, tokens, reference) == (None, "in float64 their rounding shows")
+    assert fastest_agreeing(nets, 1, tokens, reference) == (None, "in float64 their rounding shows")
 
 
 def fails(*_, **__):

@@ -82,7 +82,7 @@ def test_layers_that_share_keys_make_no_draft(name):
 
 def test_layers_that_share_keys_are_seen_before_weights_are_read():
     request = SimpleNamespace(
-        config=architectures.config("gemma3n_text"), target="it", whole=lambda default: 2
+        config=architectures.config("gemma3n_text"), target="it", integer=lambda default: 2
     )
     with pytest.raises(UserError, match="its last 2 layers have no keys of their own: use another"):
         early_exit.prepare(request)
