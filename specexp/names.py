@@ -80,7 +80,7 @@ def default_draft(target: Any, method: str) -> str:
             f"the zoo has nothing for {name_of(target)}, a target in memory: name or pass a "
             "drafter, such as drafter=draft_model or drafter='ngram'"
         )
-    return shelf.default_draft(fitting.split(target)[0], method).name
+    return shelf.default_draft(target, method).name
 
 
 def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tuple[Any, str, str]:

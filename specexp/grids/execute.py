@@ -71,13 +71,13 @@ def _tidy(folder: Path) -> None:
     if not results.is_folder(folder):
         raise Failure("invalid-result", REMOVED)
     results.only_files(folder)
-    for name in (NOTEBOOK, LOG, results.RESULT):
-        if (folder / name).exists():
-            text = (folder / name).read_text(errors="replace")
-            safe = redact.hide(text)
-            if (safe := harmless(safe) if name == LOG else safe) != text:
-                (folder / name).write_text(safe)
-    for file in folder.rglob("*"):  # what the notebook wrote itself
+    ours = [folder / name for name in (NOTEBOOK, LOG, results.RESULT)]
+    for file in filter(Path.exists, ours):
+        text = file.read_text(errors="replace")
+        safe = redact.hide(text)
+        if (safe := harmless(safe) if file.name == LOG else safe) != text:
+            file.write_text(safe)
+    for file in {*folder.rglob("*")} - {*ours}:  # what the notebook wrote itself
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if file.is_file() and file.stat().st_size <= MAX_OUTPUT:
                 text = file.read_bytes().decode()

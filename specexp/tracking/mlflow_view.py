@@ -4,7 +4,7 @@ an experiment's note; name, answer and description of a run."""
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -108,9 +108,9 @@ def doubts(record: Mapping[str, Any]) -> list[str]:
     return reasons or own
 
 
-def marked(record: Mapping[str, Any], doubtful: bool = False) -> dict[str, float]:
-    """The column that says so in tables of runs, if timings are doubtful."""
-    return {"metrics.speedup/credible": 0.0} if doubtful or doubts(record) else {}
+def marked(reasons: Sequence[str]) -> dict[str, float]:
+    """The column that says in tables of runs that timings are doubtful, if there are reasons."""
+    return {"metrics.speedup/credible": 0.0} if reasons else {}
 
 
 def answers(record: Mapping[str, Any]) -> Iterator[tuple[Answer, str, str]]:

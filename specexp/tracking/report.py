@@ -276,7 +276,7 @@ def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
     sure = [run for run in having if not _doubtful(answer, run)]
     if not sure:
         return f"{text}. None of the {many} runs is called the best, as all timings are doubtful."
-    if len(sure) == 1 < many:
+    if len(sure) == 1:
         return f"{text}. The timings of {counted(many - 1, 'other run')} are doubtful."
     text += f". It is the best of {len(sure)} runs"
     text += f", besides {many - len(sure)} of doubtful timings" * (len(sure) < many)
@@ -378,7 +378,7 @@ def frame(part: Sequence[Run]) -> pd.DataFrame:
         {"experiment": run.experiment, "run_id": run.folder.name, "name": run.label}
         | {f"params.{k}": v for k, v in mlflow_view.as_params(run.record).items()}
         | {f"metrics.{k}": v for k, v in run.metrics.items()}
-        | mlflow_view.marked(run.record, bool(run.doubts()))
+        | mlflow_view.marked(run.doubts())
         | {f"tags.{k}": v for k, v in run.tags.items()}
         for run in part
     )

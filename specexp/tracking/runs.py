@@ -422,7 +422,9 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
         {"experiment": name, "run_id": run.info.run_id, "name": run.info.run_name}
         | {f"params.{k}": v for k, v in run.data.params.items()}
         | {f"metrics.{k}": v for k, v in run.data.metrics.items()}
-        | mlflow_view.marked({"metrics": run.data.metrics, "tags": run.data.tags})
+        | mlflow_view.marked(
+            mlflow_view.doubts({"metrics": run.data.metrics, "tags": run.data.tags})
+        )
         | {f"tags.{k}": v for k, v in run.data.tags.items() if not k.startswith("mlflow.")}
         for name, run in sorted(finished, key=lambda pair: pair[1].info.start_time, reverse=True)
     )

@@ -73,4 +73,4 @@ def insist_on_drafter(drafter: str, target: str) -> None:
     that are not there; or if the zoo has none for this target and none are named."""
     method, argument = method_of(drafter) or ("", "")
     if method in shelf.METHODS:
-        locate(argument or shelf.default_draft(fitting.split(target)[0], method).name)
+        locate(argument or shelf.default_draft(target, method).name)

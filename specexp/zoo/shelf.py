@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from specexp import fitting
 from specexp.errors import UserError, meant
 
 _ABOVE = Path(__file__).resolve().parents[2]
@@ -139,7 +140,9 @@ def drafts_for(target: str, method: str = "model") -> list[ZooModel]:
 
 
 def default_draft(target: str, method: str = "model") -> ZooModel:
-    """The model or heads that a method uses by default. Raises UserError if there are none."""
+    """The model or heads that a method uses by default for a target, whose `+int8` counts for
+    nothing. Raises UserError if there are none."""
+    target, _ = fitting.split(target)
     drafts = drafts_for(target, method)
     if not drafts:
         what = "draft model" if method == "model" else f"{method} heads"
