@@ -10,6 +10,8 @@ import ipaddress
 import os
 import socket
 import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import psutil
 from rich.console import Console
@@ -21,6 +23,14 @@ from specexp.tracking.mlflow_store import Backend
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _EVERYWHERE = ("0.0.0.0", "::")
+_PLACES = (  # where MLflow's tables say that files are
+    "SELECT artifact_location AS place FROM experiments",
+    "SELECT artifact_uri FROM runs",
+    "SELECT artifact_location FROM logged_models",
+    "SELECT source FROM model_versions",
+    "SELECT storage_location FROM model_versions",
+    "SELECT value FROM trace_tags WHERE key = 'mlflow.artifactLocation'",
+)
 
 
 def show(port: int, host: str = "127.0.0.1") -> None:
@@ -33,6 +43,7 @@ def show(port: int, host: str = "127.0.0.1") -> None:
         _check_free(host, port)
         with results.claim_or_wait("setup"):
             runs.initialise()
+        check_places(backend)
         reached = socket.gethostname() if host in _EVERYWHERE else host
         base = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
     for e in backend.experiments():
@@ -98,6 +109,32 @@ def _loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def check_places(backend: Backend) -> None:
+    """Raise UserError if a database names files outside its artifacts: MLflow's server would read
+    and write there for everybody who can reach it."""
+    import sqlalchemy
+
+    engine = sqlalchemy.create_engine(backend.uri, poolclass=sqlalchemy.pool.NullPool)
+    with backend.reaching(), engine.connect() as connection:
+        rows = connection.execute(sqlalchemy.text(" UNION ".join(_PLACES)))
+        outside = sorted({place for (place,) in rows if place and not _inside(backend, place)})
+    if outside:
+        raise UserError(
+            f"{backend} keeps files outside {backend.artifacts}: {outside[0]}"
+            f"{f' and {len(outside) - 1} more' * (len(outside) > 1)}. The UI would read and write "
+            "there for everybody who can reach it; if you trust it, start `mlflow server` yourself"
+        )
+
+
+def _inside(backend: Backend, place: str) -> bool:
+    parts = urlsplit(place)
+    path = Path(unquote(parts.path))
+    if parts.scheme in ("mlflow-artifacts", "models", "runs"):
+        return ".." not in path.parts
+    folder = backend.artifacts.resolve()
+    return parts.scheme in ("", "file") and path.resolve().is_relative_to(folder)
 
 
 def _check_free(host: str, port: int) -> None:

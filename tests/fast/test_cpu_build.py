@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from specexp import ops
 from specexp.fast import fused
 from specexp.fast.cpu import build
 from specexp.fast.fused import Fused
+from specexp.fast.private import keep_triton, private
 from specexp.models.load import of_module
 
 pytestmark = pytest.mark.compiler
@@ -60,12 +62,29 @@ def test_waiting_for_a_compiler_is_said_on_stderr_once(anew, monkeypatch, tmp_pa
 
 
 def test_compiled_code_is_kept_where_only_its_owner_writes(tmp_path):
-    folder = build._private(tmp_path / "cache")
+    folder = private(tmp_path / "cache")
     (folder / "rounds-1.so").write_bytes(b"own")
-    assert list(build._private(folder).iterdir()) == [folder / "rounds-1.so"]
+    assert list(private(folder).iterdir()) == [folder / "rounds-1.so"]
+    (folder / "triton" / "kernel").mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path)
     folder.chmod(0o777)
-    assert list(build._private(folder).iterdir()) == [], "what others may have planted would run"
+    assert list(private(folder).iterdir()) == [], "what others may have planted would run"
     assert folder.stat().st_mode & 0o777 == 0o700
+    assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("named", [None, "TRITON_CACHE_DIR", "TRITON_HOME"])
+def test_triton_keeps_its_kernels_there_unless_told_otherwise(monkeypatch, tmp_path, named):
+    for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+        if name.startswith("TRITON") and name != named:
+            monkeypatch.delenv(name)
+    keep_triton()
+    folder = tmp_path / "specexp" / "triton"
+    assert folder.exists() == (named is None)
+    if named is None:
+        assert os.environ["TRITON_CACHE_DIR"] == str(folder)
+        assert {f.stat().st_mode & 0o777 for f in (folder, folder.parent)} == {0o700}
 
 
 def test_cache_of_another_user_is_not_used(anew, monkeypatch, caplog):
@@ -100,7 +119,7 @@ def planted_mode(file: Path, monkeypatch) -> None:
 
 def planted_owner(file: Path, monkeypatch) -> None:
     file.write_bytes(b"theirs")
-    monkeypatch.setattr(build, "_private", lambda folder: folder)
+    monkeypatch.setattr(build, "private", lambda folder: folder)
     monkeypatch.setattr(build.os, "getuid", lambda: 12345)
 
 

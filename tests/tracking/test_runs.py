@@ -1,10 +1,12 @@
 """What a notebook may log, how it reaches MLflow, and the security of the UI."""
 
+import contextlib
 import importlib.metadata
 import io
 import json
 import multiprocessing
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -454,3 +456,27 @@ def test_ui_refuses_foreign_hosts_and_places(store, tmp_path):
         assert asked("registered-models", name="a") == 200
         for at in (tmp_path.as_uri(), f"{store.as_uri()}/artifacts/../..", "/etc"):
             assert asked("model-versions", name="a", source=at) == 400, at
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "UPDATE experiments SET artifact_location = '/etc' WHERE name = 'Default'",
+        "UPDATE runs SET artifact_uri = 'file:///etc'",
+        "UPDATE runs SET artifact_uri = 's3://bucket/x'",
+        "UPDATE runs SET artifact_uri = 'mlflow-artifacts:/a/../../../etc'",
+        "UPDATE runs SET artifact_uri = '{artifacts}/../../etc'",
+        "INSERT INTO model_versions (name, version, source) VALUES ('m', 1, 'file:///etc')",
+        "INSERT INTO trace_tags VALUES ('mlflow.artifactLocation', '/etc', 't')",
+    ],
+)
+def test_ui_is_not_started_over_places_that_a_database_names_outside(store, planted):
+    track.log("mine", {"drafter": "ngram"}, METRICS)
+    artifacts = track.backend().artifacts
+    with contextlib.closing(sqlite3.connect(store / "mlflow.db")) as db, db:
+        db.execute(f"UPDATE runs SET artifact_uri = '{artifacts.as_uri()}/mine'")
+    mlflow_server.check_places(track.backend())
+    with contextlib.closing(sqlite3.connect(store / "mlflow.db")) as db, db:
+        db.execute(planted.format(artifacts=artifacts))
+    with pytest.raises(UserError, match=r"keeps files outside .*: .*(etc|bucket).*start `mlflow"):
+        mlflow_server.show(0)

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specexp.fast.private import code_folder, private
+
 log = logging.getLogger("specexp")
 
 FOLDER = Path(__file__).parent
@@ -188,14 +190,13 @@ def _file(source: Path) -> Path:
     """Where the shared library of this source belongs, for this compiler and processor."""
     texts = (text.read_bytes() for text in (source, *sorted(source.parent.glob("*.h"))))
     parts = *texts, repr(_command()).encode(), _processor().encode()
-    name = f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specexp" / name
+    return code_folder() / f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
 
 
 def _built(source: Path) -> Path:
     """The shared library of this source, which is compiled if need be."""
     file = _file(source)
-    folder = _private(file.parent)
+    folder = private(file.parent)
     if not _own(file):
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             whole = [*_command(), str(source), "-o", f"{unfinished}/{source.stem}.so"]
@@ -213,21 +214,6 @@ def _own(file: Path) -> bool:
         return False
     mine = stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid()
     return mine and not state.st_mode & 0o022
-
-
-def _private(folder: Path) -> Path:
-    """This folder of code that will run, in which only its owner can write. One that others could
-    write to is emptied. Raises OSError if it belongs to someone else."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = folder.stat()
-    if state.st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to another user: set XDG_CACHE_HOME to a folder of yours")
-    if state.st_mode & 0o077:
-        folder.chmod(0o700)
-    if state.st_mode & 0o022:
-        for file in folder.glob("*.so"):
-            file.unlink()
-    return folder
 
 
 def _processor() -> str:

@@ -17,6 +17,7 @@ from specexp.drafters.ngram import NGram
 from specexp.drafters.suffix import Suffix
 from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle
+from specexp.fast.private import keep_triton
 from specexp.models import lm
 from specexp.models.cache import Slots
 from specexp.ops import kernel
@@ -73,6 +74,7 @@ def _tried() -> bool:
 UNUSED = "Triton's kernels are not used: %s"
 kernels: dict[Any, Any] = {}
 try:
+    keep_triton()
     from specexp.fast.gpu import attention, laws, layers, products, rows, sampling
     from specexp.fast.gpu import rules as gpu_rules
 except Exception as e:  # there is no Triton, or one that lacks what they use
