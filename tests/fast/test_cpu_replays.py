@@ -3,11 +3,12 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from typing import NamedTuple
 
 import pytest
 import torch
+from conftest import one_in
 from support.tape import recorded, unrecorded
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
 from test_cuda_graphs import Turns, told
@@ -41,9 +42,11 @@ def slow(*args, **asked) -> Engine:
     return unrecorded(fast(*args, **asked))
 
 
-@pytest.mark.parametrize("law", [("match", 0.0), ("reject", 0.9), ("block", 0.9)])
-@pytest.mark.parametrize("tree", ["empty", "chain", "branching", "grown"])
-@pytest.mark.parametrize("kind", DRAFTERS)
+LAWS = ("match", 0.0), ("reject", 0.9), ("block", 0.9)
+SHAPES = "empty", "chain", "branching", "grown"
+
+
+@pytest.mark.parametrize(("kind", "tree", "law"), one_in(2, product(DRAFTERS, SHAPES, LAWS)))
 def test_replayed_rounds_are_the_rounds(kind, tree, law):
     """Token for token, in batches one after the other, of rows that end one after the other."""
     rule, temperature = law

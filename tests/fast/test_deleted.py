@@ -11,7 +11,8 @@ import pytest
 pytestmark = pytest.mark.timeout(3600)
 ROOT = Path(__file__).parents[2]
 TEXTS = "core/test_engine.py::test_sampled_text_under_match_is_that_of_plain_decoding"
-QUICK = [TEXTS, "measure/test_exactness.py"]
+DRAWS = "test_shipped_rules_on_shipped_drafters_follow_their_distributions"
+QUICK = [TEXTS, f"measure/test_exactness.py::{DRAWS}"]
 WHOLE = ["core", "drafters", "serving", "measure/test_exactness.py"]
 GRIDS = "tests/drafters/test_own_drafter.py"  # runs one, and only the algorithm does without fast/
 GONE = """

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import one_in
 from mlflow.exceptions import MlflowException
 from rich.console import Console
 from support.faults import (
@@ -288,7 +289,7 @@ def test_harness_finds_planted_damage(bench):
 # --- a disk that is full, failing, or not ours ---------------------------------------------------
 
 
-@pytest.mark.parametrize("do", ["ENOSPC", "EIO", "EMFILE", "EACCES"])
+@pytest.mark.parametrize("do", one_in(2, ["ENOSPC", "EIO", "EMFILE", "EACCES"]))
 def test_disk_errors_are_one_line_and_lose_nothing(bench, do):
     b = bench(points=1)
     kinds = first_of_each_kind(b.events(do))

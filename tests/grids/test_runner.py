@@ -278,10 +278,8 @@ def test_kernel_sees_the_absolute_store_path(store, tmp_path, monkeypatch):
     assert code == 0, said
 
 
-@pytest.mark.parametrize(
-    "name", ["a[bold]b:cat:", "a?b=c", "a%41b", "a{x}b{}", "a b#c&d", "ü@b:c[d]"]
-)
-def test_store_path_may_hold_any_character(tmp_path, monkeypatch, name):
+def test_store_path_may_hold_any_character(tmp_path, monkeypatch):
+    name = "a[bold]b:cat: ?b=c %41b {x}{} #c&d ü@b:c[d]"
     home, file = tmp_path / name, tmp_path / name / "own.yaml"
     home.mkdir()
     shutil.copy(TRIVIAL, home / "own.ipynb")

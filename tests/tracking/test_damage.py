@@ -7,8 +7,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from itertools import product
 
 import pytest
+from conftest import one_in
 from support.stores import METRICS, first, go, half, quiet, run_of, shown
 
 from specexp.grids.machines import local
@@ -189,9 +191,9 @@ TORN = {
 }
 
 
-@pytest.mark.parametrize("name", ["tags.json", "point.json"])
-@pytest.mark.parametrize("how", TORN)
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(
+    ("how", "name", "told"), one_in(3, product(TORN, ["tags.json", "point.json"], [True, False]))
+)
 def test_torn_failure_is_skipped_and_run_again(store, written, how, name, told):
     todo = written(1, 13)
     assert go(todo)[0] == 1
