@@ -59,7 +59,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid file whose values all fit their parameters.
+    """A grid file whose values all fit their parameters, but for those that are `mistyped`: these
+    parameters are left out, so that the others can be checked.
 
     `base`: every parameter of the notebook, at its fixed or default value; `axes`: those of `grid`,
     and the seeds; `include`: entries by their index in the file; `product`: whether the product of
@@ -75,6 +76,7 @@ class Grid:
     exclude: list[dict[str, Any]]
     product: bool
     lines: dict[str, dict[Any, int]]
+    mistyped: frozenset[str]
 
     @property
     def size(self) -> int:
@@ -116,7 +118,8 @@ class Grid:
 
 
 def read(path: Path, report: Report) -> Grid | None:
-    """Read a grid file. Problems go to the report; with any, returns None."""
+    """Read a grid file. Problems go to the report; with any but values of a wrong type, returns
+    None."""
     before = len(report.problems)
     try:
         document = yaml_lines.read(path)
@@ -143,10 +146,10 @@ def read(path: Path, report: Report) -> Grid | None:
         for problem in str(e).splitlines():
             wrong(problem, "notebook")
         return None
-    grid = _with_checked_values(path, document, notebook, sections, wrong)
+    grid, mistakes = _with_checked_values(path, document, notebook, sections, wrong)
     if len(report.problems) == before:
         _check_points(grid, wrong)
-    return grid if len(report.problems) == before else None
+    return grid if len(report.problems) - before == mistakes else None
 
 
 def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
@@ -233,15 +236,20 @@ def _find(grid_file: Path, named: Any) -> Path:
 def _with_checked_values(
     path: Path, document: yaml_lines.Document, notebook: Notebook, sections: dict[str, Any],
     wrong: Wrong,
-) -> Grid:  # fmt: skip
-    """Check every value against its parameter. The grid is valid if no problem was reported."""
+) -> tuple[Grid, int]:  # fmt: skip
+    """Check every value against its parameter. The grid, and how many values are of a wrong type;
+    it is sound if no other problem was reported."""
     parameters = notebook.parameters
     entries = (sections["fixed"], sections["grid"], *sections["include"], *sections["exclude"])
     hints = len({name for entry in entries for name in entry} - parameters.keys()) <= MAX_PROBLEMS
 
+    mistyped: list[str] = []
+
     def checked(name: str, value: Any, *where: str | int) -> Any:
         """The coerced value, or the value itself if it has a problem, which is reported."""
-        problem = _name_problem(parameters, name, hints) or parameters[name].problem(value)
+        problem = _name_problem(parameters, name, hints)
+        if not problem and (problem := parameters[name].problem(value)):
+            mistyped.append(name)
         if problem:
             about = f" ({name}: {PARAMETERS[name].help})" if name in PARAMETERS else ""
             wrong(f"{where[0]}.{shown(name)} {problem}{about}", *where)
@@ -277,9 +285,18 @@ def _with_checked_values(
     )
     base = {name: p.default for name, p in parameters.items()} | fixed
     product = bool(axes) or not include
-    return Grid(
-        path, document, notebook, base, axes, include, list(exclude.values()), product, lines
-    )
+    left_out = frozenset(mistyped)
+
+    def sound(entry: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in entry.items() if name not in left_out}
+
+    grid = Grid(
+        path, document, notebook, sound(base), sound(axes),
+        {i: sound(entry) for i, entry in include.items()},
+        [entry for entry in exclude.values() if left_out.isdisjoint(entry)], product, lines,
+        left_out,
+    )  # fmt: skip
+    return grid, len(mistyped)
 
 
 def _are_seeds(

@@ -259,8 +259,10 @@ def _checked(
     grid: Grid, params: dict[str, Any], known: Known, together: bool, checked: bool
 ) -> tuple[list[Problem], Identity | None]:
     """The problems of a point, those with its models only if it is to be `checked`; if there are
-    none, its identity."""
+    none, its identity, unless some of its parameters are unknown."""
     try:
+        if grid.mistyped:
+            return parameters.problems_of(params, None, known) if checked else [], None
         identity.files_of(params, grid.notebook, known)
         if checked and (problems := parameters.problems_of(params, None, known)):
             return problems, None

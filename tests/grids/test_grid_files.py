@@ -469,6 +469,34 @@ def test_problems_of_all_files_are_reported_in_order(folder):
     ]  # fmt: skip
 
 
+def test_value_of_a_wrong_type_hides_no_other_mistake(load):
+    text = """\
+        notebook: {}
+        fixed:
+          limit: many
+          drafter: mrgan
+          prompts: [nope.txt]
+        grid:
+          gamma: [2, two, 3]
+          rule: [mach]
+          seed: [1, 2]
+        """
+    said = refusal(load, textwrap.dedent(text).format(ACCEPTANCE))
+    assert [line.split(" ")[0] for line in said] == ["3:", "4:", "5:", "7:", "8:"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ACCEPTANCE.parent.glob("[1-6]*.ipynb")), ids=lambda p: p.stem
+)
+def test_value_of_a_wrong_type_is_the_only_mistake_of_a_grid_that_is_right_otherwise(load, path):
+    for name, parameter in notebooks.read(path).parameters.items():
+        odd = {"no": 1} if parameter.problem({"no": 1}) else None
+        [said] = refusal(load, {"notebook": str(path), "fixed": {name: odd}})
+        assert said.startswith(f"2: fixed.{name} needs"), said
+        [said] = refusal(load, {"notebook": str(path), "grid": {name: [odd]}})
+        assert said.startswith(f"3: grid.{name} needs"), said
+
+
 def test_report_stops_at_200_problems(load):
     said = refusal(load, HEAD + "".join(f"k{i}: 1\n" for i in range(1300)))
     assert len(said) == 201
