@@ -111,6 +111,33 @@ def test_drafter_that_has_seen_all_before_it_is_timed_is_told(pairing, caplog, r
     assert set(throughput["repeat"]) == {0}
 
 
+class Answers(Drafter):
+    """Keeps the first answer to each prompt, as a cache of responses does: of another text that
+    begins so it knows nothing."""
+
+    on_host = True
+
+    def __init__(self):
+        self.first, self.last = {}, {}
+
+    def propose(self, seqs, tree, rng):
+        lines, most = [], len(tree) - 1
+        for tokens, length in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True):
+            text, prompt = tokens[:length], tuple(tokens[:3])
+            if len(last := self.last.get(prompt, [])) >= length:  # it begins anew
+                self.first.setdefault(prompt, last)
+            self.last[prompt] = text
+            lines.append((self.first.get(prompt, [])[length:] + [0] * most)[:most])
+        return seqs.draft(tree.nodes("cpu"), torch.tensor(lines, dtype=torch.int64))
+
+
+def test_drafter_that_keeps_answers_by_prompt_is_told(pairing):
+    own = pairing.with_(drafter=Answers())
+    prompts = own.encode([p.text for p in PROMPTS])
+    for _ in range(2):  # what it holds of these prompts helps with no other text
+        assert "tokens a pass on new text" in certify(own.engine, prompts, 10).remembers
+
+
 class Shares(Remembers):
     """What one of them has seen, all remember."""
 

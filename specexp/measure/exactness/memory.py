@@ -1,9 +1,10 @@
 """Does a drafter remember text? One that does accepts more of what it has seen before, and checks,
 warm-ups and other arms have shown it every prompt before anything is timed.
 
-So it is tried on text that nothing has seen: sampled from the target under noise of its own, and
-the very same text once more. Under the rule Match both are the target's sample, whatever is
-drafted, and a drafter without a memory is right as often both times.
+So it is tried on text that nothing has seen, prompts included, since a memory may go by prompt:
+sampled from the target under noise of its own, and the very same text once more. Under the rule
+Match both are the target's sample, whatever is drafted, and a drafter without a memory is right as
+often both times.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from specexp.rules import Match
 from specexp.sampling import Sampling
 
 ALIKE = 0.02  # how far the passes of equal runs may differ, from near ties alone
-ROWS, TOKENS, HOT = 4, 32, 2.0  # of the text; at a high temperature no two samples are alike
+ROWS, PROMPT, TOKENS, HOT = 4, 8, 32, 2.0  # when hot, no two samples are alike
 
 _unseen = count(1 << 20)  # streams of noise that this process has not used
 
@@ -28,9 +29,11 @@ def remembers(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: 
         return ""
     apart = {"policy": Fixed(tree), "sampling": Sampling(HOT), "rule": Match(), "eos": ()}
     tried, prompts = Engine.of(engine, **apart), prompts[-ROWS:]
-    streams = list(islice(_unseen, len(prompts)))
+    streams = list(islice(_unseen, 2 * len(prompts)))
+    own, noise = streams[: len(prompts)], streams[len(prompts) :]
+    unseen = tried.plain().generate(prompts, min(max_new_tokens, PROMPT), own).tokens
     new, again = (
-        tried.generate(prompts, min(max_new_tokens, TOKENS), streams).trace.acceptance.length
+        tried.generate(unseen, min(max_new_tokens, TOKENS), noise).trace.acceptance.length
         for _ in range(2)
     )
     if not again > (1 + ALIKE) * new:
