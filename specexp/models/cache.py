@@ -9,15 +9,18 @@ alone, in a ring: slot s at place s % R of R + 1, and padding at the last, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from inspect import getmodule, signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, proxy
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specexp.models.memory import Layer, layer_slots
+from specexp.models.memory import Layer, layer_slots, layers
 from specexp.ops import op
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Branches, line_mask
@@ -197,3 +200,107 @@ class SlotCache(Cache):
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:
             yield from layer.buffers
+
+
+class EachRow:
+    """A bias [b, H, n, S] where MPT's attention takes one for all rows, [H, n, S]."""
+
+    def __init__(self, bias: Tensor) -> None:
+        self.bias, self.shape = bias, bias.shape[1:]
+        self.size = self.shape.__getitem__
+
+    def __getitem__(self, part: Any) -> EachRow:
+        return self
+
+    def __radd__(self, scores: Tensor) -> Tensor:
+        return scores + self.bias
+
+
+def bias_by_position(module: Any) -> None:
+    """Let the biases of an LM with ALiBi go by the place of a key among those that a token sees:
+    its position, which is not its slot in a tree."""
+    library: Any = getmodule(type(module))
+    mpt = hasattr(library, "build_mpt_alibi_tensor")
+    if not mpt and not (
+        hasattr(library, "build_alibi_tensor") and getattr(module.config, "alibi", True)
+    ):
+        return
+    blocks: dict[str, Any] = {}  # what they take in this pass
+
+    def enter(base: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        mask = inputs["attention_mask"]  # [b, 1, n, S]
+        b, S = len(mask), mask.shape[-1]
+        H, every = base.num_heads, mask.new_ones(b, S, dtype=torch.int64)
+        place = (mask == 0).cumsum(-1)[:, 0] - 1
+        if mpt:
+            table = library.build_mpt_alibi_tensor(H, S, device=mask.device)
+        else:
+            table = library.build_alibi_tensor(every[:1], H, mask.dtype)
+        bias = table[:, 0, place].transpose(0, 1)  # [b, H, n, S]
+        if mpt:
+            blocks.update(position_bias=EachRow(bias), attention_mask=mask.bool())
+        elif hasattr(base, "use_alibi"):  # Falcon, which adds them to the scores already divided
+            blocks.update(attention_mask=mask + bias / math.sqrt(base.embed_dim // H))
+        else:
+            blocks.update(alibi=bias.flatten(0, 1), attention_mask=mask)
+        return args, inputs | {"attention_mask": every}
+
+    def within(block: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        return args, inputs | blocks
+
+    module.base_model.register_forward_pre_hook(enter, with_kwargs=True)
+    module.base_model.register_forward_hook(lambda *_: blocks.clear())
+    for block in next(m for m in module.base_model.children() if isinstance(m, nn.ModuleList)):
+        block.register_forward_pre_hook(within, with_kwargs=True)
+
+
+class Positions(nn.Module):
+    """A table of positions that embeds those given to its model, whatever its decoder counts."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.weight, self.offset = table.weight, getattr(table, "offset", 0)
+
+    def enter(self, module: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        if "position_ids" in inputs:
+            self.at = inputs.pop("position_ids") + self.offset
+        return args, inputs
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return F.embedding(self.at, self.weight)
+
+
+def count_by_position(module: Any) -> None:
+    """Let a decoder that numbers the tokens of a pass by the length of its cache (Bart and what
+    descends from it) embed the positions that its model is given."""
+    if "position_ids" in signature(module.forward).parameters:
+        return
+    for decoder in module.modules():
+        if isinstance(table := getattr(decoder, "embed_positions", None), nn.Embedding):
+            decoder.embed_positions = own = Positions(table)
+            for part in (module, module.base_model):
+                part.register_forward_pre_hook(own.enter, with_kwargs=True)
+
+
+def window_by_layer(module: Any) -> None:
+    """Give the layers of a model that takes one mask for all, and cuts windows by slot (GPT-Neo),
+    the mask of their kind."""
+    if not getattr(module.config, "attention_layers", None):
+        return
+    kinds = [layer.kind for layer in layers(module.config)]
+    masks: dict[str, Tensor] = {}  # in this pass
+
+    def enter(base: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        given = inputs["attention_mask"]
+        masks.update(given if isinstance(given, dict) else dict.fromkeys(kinds, given))
+        return args, inputs | {"attention_mask": masks[kinds[0]]}
+
+    def within(block: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        return args, inputs | {"attention_mask": masks[kinds[block.attn.layer_id]]}
+
+    module.base_model.register_forward_pre_hook(enter, with_kwargs=True)
+    module.base_model.register_forward_hook(lambda *_: masks.clear())
+    for block in module.base_model.h:
+        own = block.attn.attention
+        own.bias = own.bias.new_ones(1, 1, 1, 1).expand_as(own.bias)
+        block.register_forward_pre_hook(within, with_kwargs=True)

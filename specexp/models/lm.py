@@ -8,10 +8,9 @@ are not. A faster network may take the place of the module.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from inspect import getmodule, signature
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from specexp.errors import UserError
 from specexp.models import memory
-from specexp.models.cache import SlotCache
+from specexp.models.cache import SlotCache, bias_by_position, count_by_position, window_by_layer
 from specexp.models.memory import PREFILL, layers
 from specexp.models.processors import unprocessed
 from specexp.models.recurrent import (
@@ -103,7 +102,9 @@ class Unfused:
             return cls(module)
         whole, parts = stepwise(module)
         if not parts:
-            bias_by_position(whole := twin(module))
+            whole = twin(module)
+            for by_position in (bias_by_position, count_by_position, window_by_layer):
+                by_position(whole)
         for part in whole.modules():
             if type(part) is nn.Linear:
                 part.__class__ = Linear
@@ -132,58 +133,6 @@ class Unfused:
         )  # fmt: skip
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
-
-
-class EachRow:
-    """A bias [b, H, n, S] where MPT's attention takes one for all rows, [H, n, S]."""
-
-    def __init__(self, bias: Tensor) -> None:
-        self.bias, self.shape = bias, bias.shape[1:]
-        self.size = self.shape.__getitem__
-
-    def __getitem__(self, part: Any) -> EachRow:
-        return self
-
-    def __radd__(self, scores: Tensor) -> Tensor:
-        return scores + self.bias
-
-
-def bias_by_position(module: Any) -> None:
-    """Let the biases of an LM with ALiBi go by the place of a key among those that a token sees:
-    its position, which is not its slot in a tree."""
-    library: Any = getmodule(type(module))
-    mpt = hasattr(library, "build_mpt_alibi_tensor")
-    if not mpt and not (
-        hasattr(library, "build_alibi_tensor") and getattr(module.config, "alibi", True)
-    ):
-        return
-    blocks: dict[str, Any] = {}  # what they take in this pass
-
-    def enter(base: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        mask = inputs["attention_mask"]  # [b, 1, n, S]
-        b, S = len(mask), mask.shape[-1]
-        H, every = base.num_heads, mask.new_ones(b, S, dtype=torch.int64)
-        place = (mask == 0).cumsum(-1)[:, 0] - 1
-        if mpt:
-            table = library.build_mpt_alibi_tensor(H, S, device=mask.device)
-        else:
-            table = library.build_alibi_tensor(every[:1], H, mask.dtype)
-        bias = table[:, 0, place].transpose(0, 1)  # [b, H, n, S]
-        if mpt:
-            blocks.update(position_bias=EachRow(bias), attention_mask=mask.bool())
-        elif hasattr(base, "use_alibi"):  # Falcon, which adds them to the scores already divided
-            blocks.update(attention_mask=mask + bias / math.sqrt(base.embed_dim // H))
-        else:
-            blocks.update(alibi=bias.flatten(0, 1), attention_mask=mask)
-        return args, inputs | {"attention_mask": every}
-
-    def within(block: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        return args, inputs | blocks
-
-    module.base_model.register_forward_pre_hook(enter, with_kwargs=True)
-    module.base_model.register_forward_hook(lambda *_: blocks.clear())
-    for block in next(m for m in module.base_model.children() if isinstance(m, nn.ModuleList)):
-        block.register_forward_pre_hook(within, with_kwargs=True)
 
 
 @op

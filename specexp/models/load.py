@@ -34,7 +34,7 @@ from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory, recurrent
 from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib, layers
-from specexp.models.servable import check_config_json, check_servable, fields, inside
+from specexp.models.servable import cause, check_config_json, check_servable, fields, inside
 from specexp.ops import op
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -127,7 +127,7 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
     config = module.config.get_text_config()
     check_servable(config, name)
     vocab = vocab or config.vocab_size
-    with _refusing(name, config, module.dtype):
+    with _refusing(name, module):
         lm = LM(module, name, vocab, network(module, name, vocab))
     if any(layer.has_state for layer in lm.layers) and not lm.net.parts:
         raise UserError(
@@ -151,30 +151,30 @@ def probe(lm: LM) -> None:
     """
     if lm.module in _PROBED:
         return
-    with _refusing(lm.name, lm.config, lm.dtype):
+    with _refusing(lm.name, lm.module):
         difference = _difference(lm, _probe_length(lm))
     if difference > (0.1 if lm.dtype == torch.bfloat16 else 0.01):  # far beyond rounding
-        raise _unservable(
-            lm.name, lm.config,
-            f"its logits over a tree differ by {difference:.1e} of their size from those of each "
-            "path alone",
-        )  # fmt: skip
+        apart = f"differ by {difference:.1e} of their size from those of each path alone"
+        raise _unservable(lm.name, lm.module, f"its logits over a tree {apart}")
     _PROBED.add(lm.module)
 
 
 @contextmanager
-def _refusing(name: str, config: Any, dtype: torch.dtype) -> Iterator[None]:
+def _refusing(name: str, module: Any) -> Iterator[None]:
     """Raise UserError for any exception of a module, which may not be made to run over trees."""
     try:
         yield
     except Exception as e:
         if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
             raise
-        raise _unservable(name, config, f"in {dtype} it fails over a tree: {first_line(e)}") from e
+        seen = f"in {module.dtype} it fails over a tree: {first_line(e)}"
+        raise _unservable(name, module, seen, e) from e
 
 
-def _unservable(name: str, config: Any, why: str) -> UserError:
-    return UserError(f"{name} ({config.model_type}) cannot be served; choose another model: {why}")
+def _unservable(name: str, module: Any, seen: str, error: Exception | None = None) -> UserError:
+    kind = f"{name} ({module.config.get_text_config().model_type})"
+    why = "; ".join(filter(None, (cause(module, error), seen)))
+    return UserError(f"{kind} cannot be served; choose another model: {why}")
 
 
 def _probe_length(lm: LM) -> int:
@@ -254,7 +254,7 @@ def state_bytes(config: Any, dtype: torch.dtype, room: int, refed: int) -> int:
     described = config.to_json_string(use_diff=False), dtype
     if described not in _PARTS:
         module = _without_weights(config, dtype)
-        with _refusing(config.name_or_path or "the model", config, dtype):
+        with _refusing(config.name_or_path or "the model", module):
             _PARTS[described] = Unfused.of(module).parts
     return recurrent.state_bytes(_PARTS[described], room, refed)
 

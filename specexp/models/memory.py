@@ -61,13 +61,19 @@ def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
     chunk that is as long counts as none."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     sharing = getattr(config, "kv_sharing_modes", None)
+    field, windowed = "sliding_window", "sliding"
+    if own_names := getattr(config, "attention_layers", None):  # GPT-Neo
+        kinds = ["sliding_attention" if kind == "local" else "full_attention" for kind in own_names]
+        field = "window_size"
+    elif getattr(config, "model_type", "") == "minimax":
+        windowed = "full"  # it reads the window in all layers with keys
     described = []
     for i, own in enumerate(configs(config)):
-        sizes = (getattr(own, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        sizes = (getattr(own, name, None) for name in (field, "attention_chunk_size"))
         window, chunk = (size if size and size < context else 0 for size in sizes)
         if kinds:
             kind = kinds[i]
-            window, chunk = window * ("sliding" in kind), chunk * ("chunked" in kind)
+            window, chunk = window * (windowed in kind), chunk * ("chunked" in kind)
         else:
             window = window if getattr(config, "use_sliding_window", True) else 0
             kind = "sliding" if window else "chunked" if chunk else "full"

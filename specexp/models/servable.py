@@ -1,8 +1,11 @@
-"""Which models can be served: by their config alone, before a weight is read."""
+"""Which models can be served: by their config alone, before a weight is read; and why a module
+cannot, by running it."""
 
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +134,6 @@ def check_servable(config: Any, name: str) -> None:
         raise UserError(f"{name} ({config.model_type}) does not say how many layers it has")
     here = layers(config, context_length(config))
     kinds = {layer.kind for layer in here if not layer.has_state} - READ
-    if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo's field
-        kinds.add("local_attention")
     if kinds:
         raise UserError(
             f"{name} has {', '.join(sorted(kinds))} layers, which cannot be rolled back here: "
@@ -140,3 +141,49 @@ def check_servable(config: Any, name: str) -> None:
         )
     if not hasattr(config, "num_attention_heads") and not any(x.has_state for x in here):
         raise UserError(f"{name} ({config.model_type}) has no attention cache to roll back")
+
+
+def cause(module: Any, error: Exception | None = None) -> str:
+    """Why a causal LM has other logits over a tree than of each path, or raised this error, as its
+    signature and short passes show; "" if they do not."""
+    if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("specexp."):
+        return f"it asks its cache for {error.name}"
+    takes = signature(getattr(module, "forward", module)).parameters
+    cache = "past_key_values" if "past_key_values" in takes else "cache_params"
+    if cache not in takes:
+        return "it takes no past_key_values"
+    with suppress(Exception):  # of the module: anything
+        if seen := _fault(module, cache, "position_ids" in takes):
+            return seen
+    placed = cache == "cache_params" or "position_ids" in takes
+    return "" if placed else "it takes no position_ids"
+
+
+def _fault(module: Any, cache: str, positioned: bool) -> str:
+    """What passes over eight tokens in a line show that no tree can do with."""
+    import torch
+
+    at = torch.arange(8, device=module.device)[None]
+    ids = (at + 1) % module.config.get_text_config().vocab_size
+    least = torch.finfo(module.dtype).min
+    triangle = torch.full((8, 8), least, dtype=module.dtype, device=module.device).triu(1)
+    kept: dict[str, Any] = {}
+
+    def differ(first: int, end: int, **inputs: Any) -> bool:
+        """Whether these tokens have other logits than in a pass over the whole text."""
+        out = module(input_ids=ids[:, first:end], **{"use_cache": False} | inputs)
+        kept[cache], difference = out.get(cache), out.logits[0] - whole[first:end]
+        far = max(0.01, 12 * torch.finfo(module.dtype).eps)  # beyond rounding
+        return bool(difference.norm() > far * whole[first:end].norm())
+
+    with torch.inference_mode():
+        whole = module(input_ids=ids, use_cache=False).logits[0]
+        if differ(0, 7):
+            return "its logits change with later tokens"
+        if positioned and differ(0, 8, position_ids=at):
+            return "its own positions do not begin at 0, as those of generate() do"
+        differ(0, 7, use_cache=True)
+        if differ(7, 8, use_cache=True, **kept):
+            return "its own logits with and without a cache differ"
+        turned = {"position_ids": at.flip(1), "attention_mask": triangle[None, None]}
+        return "it does not read position_ids" if positioned and not differ(0, 8, **turned) else ""

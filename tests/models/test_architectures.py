@@ -59,7 +59,8 @@ def test_long_texts_of_families_with_fused_passes_are_those_of_transformers(name
 
 
 @pytest.mark.parametrize(
-    "name", ["mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text"]
+    "name",
+    ["mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text", "minimax", "gpt_neo"],
 )
 def test_texts_many_times_as_long_as_a_ring_are_those_of_transformers(name):
     """Prompts of very different lengths in passes of seven tokens; windows and chunks of 24, shared

@@ -88,6 +88,17 @@ def test_alibi_by_slot_is_noticed(name, monkeypatch):
         of_module(architectures.build(name))
 
 
+@pytest.mark.parametrize("name", ["bart", "mvp", "gpt_neo"])
+def test_module_that_counts_by_itself_is_left_as_it_is(name):
+    net = architectures.build(name)
+    before = {at: type(part) for at, part in net.named_modules()}
+    buffers = {at: id(buffer) for at, buffer in net.named_buffers()}
+    of_module(net)
+    assert {at: type(part) for at, part in net.named_modules()} == before
+    assert {at: id(buffer) for at, buffer in net.named_buffers()} == buffers
+    assert not any(p._forward_pre_hooks or p._forward_hooks for p in net.modules())
+
+
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [9.0] * 4,
         "short_factor": [1.0] * 4}  # fmt: skip
 

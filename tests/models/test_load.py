@@ -237,8 +237,19 @@ def roformer():
     )  # fmt: skip
 
 
+def bidirectional():
+    return architectures.build("bert as a decoder of its own")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("make", "said"), [(gpt, "fails over a tree"), (roformer, "logits over")])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (gpt, "it takes no past_key_values; in torch.* it fails over a tree"),
+        (roformer, "it takes no position_ids; "),
+        (bidirectional, "its logits change with later tokens; its logits over a tree differ"),
+    ],
+)
 def test_probe_refuses_a_module_with_other_logits_over_a_tree(make, said, dtype):
     torch.manual_seed(0)
     net = make().to(dtype)
@@ -246,6 +257,13 @@ def test_probe_refuses_a_module_with_other_logits_over_a_tree(make, said, dtype)
         with pytest.raises(UserError, match=rf"mine \(.*\) cannot be served; .*{said}") as refused:
             of_module(net, "mine")
         assert len(str(refused.value).splitlines()) == 1
+
+
+def test_what_a_library_asks_its_cache_for_is_named():
+    with pytest.raises(
+        UserError, match="; choose another model: it asks its cache for indexer_pos"
+    ):
+        of_module(architectures.build("qwen4_exp_text"))
 
 
 def test_module_is_probed_once_and_left_without_cache(monkeypatch):

@@ -3,12 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from support import architectures
 from transformers import (
+    DeepseekV4Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     GPTNeoConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxConfig,
     MistralConfig,
     MptConfig,
     Phi3Config,
@@ -46,7 +50,7 @@ def test_reach_reads_every_context_field():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "local_attention"),
+        (DeepseekV4Config(), "heavily_compressed_attention layers"),
         (T5Config(), "encoder-decoder"),
     ],
     ids=lambda x: getattr(x, "model_type", ""),
@@ -54,10 +58,6 @@ def test_reach_reads_every_context_field():
 def test_servable_refuses_state_that_cannot_roll_back(config, said):
     with pytest.raises(UserError, match=said):
         servable.check_servable(config, "mine")
-
-
-def test_servable_takes_global_layers_of_gpt_neo():
-    servable.check_servable(GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "mine")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,10 @@ def test_servable_takes_global_layers_of_gpt_neo():
         (Gemma3nTextConfig(**TWO, sliding_window=128, num_kv_shared_layers=1, layer_types=[
          "sliding_attention"] * 2), [Layer("sliding_attention"),
                                      Layer("sliding_attention", owns=False)]),
+        (GPTNeoConfig(num_layers=2, window_size=64, attention_types=[[["global", "local"], 1]]),
+         [Layer(), Layer("sliding_attention", 64)]),
+        (MiniMaxConfig(**TWO, sliding_window=64), [Layer("full_attention", 64),
+                                                   Layer("linear_attention", owns=False)]),
     ],
 )  # fmt: skip
 def test_layers_have_the_windows_and_chunks_of_their_config(config, kinds):
@@ -88,3 +92,32 @@ def test_the_config_of_every_architecture_is_sound():
         except Exception:  # some have no defaults
             continue
         servable.check_config_json(described, kind)
+
+
+class Fed:
+    """A module that is fed other inputs than it is given."""
+
+    def __init__(self, module, change):
+        self.module, self.change, self.dtype, self.device = module, change, module.dtype, "cpu"
+        self.config = module.config
+
+    def forward(self, past_key_values=None, position_ids=None, **inputs):
+        inputs |= {"past_key_values": past_key_values, "position_ids": position_ids}
+        return self.module(**inputs | self.change(inputs))
+
+    __call__ = forward
+
+
+def test_cause_is_seen_in_short_passes():
+    net = architectures.build("llama")
+    changes = {
+        "": lambda inputs: {},
+        "its own positions do not begin at 0, as those of generate() do": lambda inputs: {
+            "position_ids": inputs["position_ids"] if inputs["position_ids"] is not None
+            else torch.arange(inputs["input_ids"].shape[1])[None] * 3
+        },
+        "its own logits with and without a cache differ": lambda inputs: {"past_key_values": None},
+        "it does not read position_ids": lambda inputs: {"position_ids": None},
+    }  # fmt: skip
+    for cause, change in changes.items():
+        assert servable.cause(Fed(net, change)) == cause

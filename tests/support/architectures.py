@@ -26,7 +26,7 @@ from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models import lm as lms
-from specexp.models import load, memory
+from specexp.models import load, memory, recurrent
 from specexp.models.load import of_module
 from specexp.models.recurrent import state_bytes
 from specexp.models.servable import ORIGINAL, context_in_words, context_length
@@ -73,7 +73,12 @@ SMALL = {
 }  # fmt: skip
 SIZE = {name: size for size, names in SMALL.items() for name in names.split()}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-PLAIN = {"eos_token_id": None, "is_decoder": True, "tie_word_embeddings": False}
+PLAIN = {
+    "eos_token_id": None,
+    "is_decoder": True,
+    "tie_word_embeddings": False,
+    "forced_eos_token_id": None,
+}
 FOUR = ["sliding_attention", "full_attention"] * 2
 LINEAR = ["linear_attention", "full_attention"] * 2
 MLA = {"num_key_value_heads": 4, "qk_head_dim": 16}
@@ -205,7 +210,7 @@ def greedy(module: Any, prompt: list[int], count: int) -> list[int]:
 def short_passes(most: int = 7) -> Iterator[None]:
     """Meanwhile a prompt is read in passes so short that windows are kept in rings."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (memory, lms):
+        for module in (memory, lms, recurrent):
             patch.setattr(module, "PREFILL", most)
         yield
 
@@ -272,6 +277,5 @@ def reason(line: str) -> str:
     line = re.sub(
         r"^it (\(.*?\) )?|cannot be served; choose another model: |in torch.\w+ ", "", line
     )
-    return re.sub(
-        r"[,:] (which|choose|use) .*|; use .*|(?<=over a tree): .*| by \S+ of .*", "", line
-    )
+    advice = "[,:] (which|choose|use) .*|; use .*"
+    return re.sub(rf"{advice}|; it.* over a tree.*|(?<=over a tree): .*| by \S+ of .*", "", line)
