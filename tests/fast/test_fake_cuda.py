@@ -81,9 +81,9 @@ def test_round_over_rings_leaves_the_device(attention, tree):
         stays(attention, "self", tree, "match", 0.9, "gemma3")
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt"])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "bart", "gpt_neo"])
 @layouts
-def test_round_with_alibi_leaves_the_device(attention, name):
+def test_round_with_hooks_leaves_the_device(attention, name):
     target = of_module(architectures.build(name, ATTENTION[attention]))
     own = DraftModel(target.apart("draft"), Sampling(0.0))
     made = Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0))

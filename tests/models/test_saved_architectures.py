@@ -18,8 +18,9 @@ from transformers import (
 
 from specexp.commands import app
 
-SERVED = ("mistral", "gemma3_text", "gpt_neox", "deepseek_v3", "bamba", "llama, yarn")
-REFUSED = ("gpt_neo", "reformer")
+SERVED = ("mistral", "gemma3_text", "gpt_neox", "deepseek_v3", "bamba", "llama, yarn",
+          "gpt_neo", "bart")  # fmt: skip
+REFUSED = ("deepseek_v4", "reformer")
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28,
           "num_attention_heads": 2, "patch_size": 14}  # fmt: skip
 TEXTS = architectures.prompts(1, 266)
