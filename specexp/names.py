@@ -263,8 +263,8 @@ def _sizes(config: Any, dtype: torch.dtype, refed: int) -> dict[str, Any]:
     return memory.shape(config) | {
         "described": hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest(),
         "itemsize": dtype.itemsize,
-        "weights": load.weight_bytes(config, dtype),
-        "bfloat16": load.weight_bytes(config, torch.bfloat16),
+        "weights": load.loaded_bytes(config, dtype),
+        "bfloat16": load.loaded_bytes(config, torch.bfloat16),
         "kv": memory.slot_bytes(config, dtype.itemsize, context_length(config)),
         "state": states[0],
         "state_by_node": states[1] - states[0],

@@ -5,6 +5,9 @@ slots announced by `aim` and returns the whole buffer. The mask decides which sl
 roll back costs nothing: a row's length shrinks and stale slots are overwritten. Only for a tree
 must the accepted path be moved to the front (`keep`). A layer with a window keeps the last slots
 alone, in a ring: slot s at place s % R of R + 1, and padding at the last, which is never read.
+
+Some modules count slots where they mean positions, which in a tree are not the same. The functions
+at the end hook a copy of such a module, so that it goes by position.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _step(setting: str, value: Any, eos: list[int], vocab: int, device: torch.de
     if setting == "repetition_penalty":
         return RepetitionPenalty(value)
     if setting == "no_repeat_ngram_size":
-        return NoRepeatNgram(int(value))
+        return NoRepeatNgram(value)
     if setting == "sequence_bias":
         pairs = value.items() if isinstance(value, dict) else value
         biases = {tuple(row): float(bias) for row, bias in pairs}

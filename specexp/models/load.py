@@ -4,7 +4,6 @@ Only this file chooses the network that runs a module, and tests it.
 """
 
 import copy
-import json
 import logging
 import os
 import re
@@ -18,7 +17,6 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 import transformers  # imports a class when it is named: model classes take a second
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from safetensors import safe_open
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -34,7 +32,14 @@ from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory, recurrent
 from specexp.models.lm import LM, Unfused, network
 from specexp.models.memory import gib, layers
-from specexp.models.servable import cause, check_config_json, check_servable, fields, inside
+from specexp.models.servable import (
+    cause,
+    check_config_json,
+    check_count,
+    check_files,
+    check_servable,
+    fields,
+)
 from specexp.ops import op
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -48,7 +53,7 @@ WORK = 6e11  # weights times tokens that a probe on a CPU may read
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
 # modules in use, by source, files, dtype and device
 _IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()
-_COUNTED: dict[tuple[str, bool], tuple[int, int]] = {}  # by config, see `_sizes`
+_COUNTED: dict[tuple[str, bool], tuple[int, int, int]] = {}  # by config, see `_sizes`
 _PARTS: dict[tuple[str, torch.dtype], Any] = {}  # of modules without weights, by config
 _PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
 
@@ -240,10 +245,16 @@ def weight_bytes(config: Any, dtype: torch.dtype) -> int:
     quantised. Raises UserError for a dtype that `+int8` does not support."""
     if int8.method(config):
         return 0
-    numbers, int8_bytes = _sizes(config)
+    numbers, int8_bytes, _ = _sizes(config)
     if int8_bytes and dtype not in int8.DTYPES:
         raise UserError("weights in float64 cannot be +int8: use --dtype float32 or bfloat16")
     return numbers * dtype.itemsize + int8_bytes
+
+
+def loaded_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the weights and of what else is made with a module: masks and tables of positions,
+    which in old models grow with the context, some with its square."""
+    return weight_bytes(config, dtype) + (0 if int8.method(config) else _sizes(config)[2])
 
 
 def state_bytes(config: Any, dtype: torch.dtype, room: int, refed: int) -> int:
@@ -272,7 +283,7 @@ def _version(source: str) -> Any:
 def _config(source: str, version: Any) -> Any:
     folder = Path(source)
     if folder.is_dir():
-        _check_files(folder)
+        check_files(folder)
     with refusing(f"cannot read the model {source}"):  # wrong values may raise anything
         described, _ = PreTrainedConfig.get_config_dict(str(source))
         check_config_json(described, str(source))
@@ -282,7 +293,7 @@ def _config(source: str, version: Any) -> Any:
             )
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
         check_servable(config.get_text_config(), str(source))
-        _check_count(folder, config.get_text_config().num_hidden_layers)
+        check_count(folder, config.get_text_config().num_hidden_layers)
     classes = config.architectures or []
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):
         raise UserError(f"{source} is a {classes[0]}, not a causal LM; choose one that is")
@@ -294,40 +305,6 @@ def _config(source: str, version: Any) -> Any:
     if method == "mxfp4":
         config.quantization_config["dequantize"] = True  # else its kernels are fetched from a hub
     return config
-
-
-def _check_files(folder: Path) -> None:
-    """Raise UserError for a folder without a config or safetensors, or whose weights are not all
-    its own."""
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{folder} holds an adapter, which is not applied here: merge it into its model "
-            "(merge_and_unload of peft), and save that"
-        )
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json; point at a Hugging Face model folder")
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} has no *.safetensors; pickled weights are refused: convert them")
-    for index in folder.glob("*.safetensors.index.json"):
-        with refusing(f"cannot read {index}"):
-            named = set(json.loads(index.read_bytes())["weight_map"].values())
-        if elsewhere := sorted(str(file) for file in named if not inside(file)):
-            raise UserError(
-                f"{index} names {elsewhere[0]!r}: weights are files of the folder itself"
-            )
-
-
-def _check_count(folder: Path, layers: int) -> None:
-    """Refuse a folder with fewer tensors than layers, before a model so deep is built."""
-    tensors = 0
-    for file in folder.glob("*.safetensors"):
-        with refusing(f"cannot read {file}"), safe_open(file, "pt") as weights:
-            tensors += len(weights.keys())
-    if tensors < layers and folder.is_dir():
-        raise UserError(
-            f"{folder} has {tensors} tensors for the {layers} layers that config.json says: "
-            "download or save the model again"
-        )
 
 
 @lru_cache(maxsize=64)
@@ -379,12 +356,12 @@ def _check_device(dtype: str, device: str) -> None:
 def _check_memory(config: Any, bare: str, name: str, dtype: str, device: str) -> None:
     # on a CPU the whole of a model is there before it is quantised
     stages = [config, read_config(bare)] if device == "cpu" else [config]
-    need = max(weight_bytes(c, DTYPES[dtype]) for c in stages)
+    need = max(loaded_bytes(c, DTYPES[dtype]) for c in stages)
     free = memory.free_memory(torch.device(device))
     if need > free:
         raise UserError(
             f"the weights of {name} in {dtype} take {gib(need)} GiB and {gib(free)} GiB are free "
-            f"on {device}: {memory.advice(weight_bytes(config, torch.bfloat16), dtype, free)}"
+            f"on {device}: {memory.advice(loaded_bytes(config, torch.bfloat16), dtype, free)}"
         )
 
 
@@ -437,13 +414,14 @@ def _without_weights(config: Any, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _sizes(config: Any) -> tuple[int, int]:
-    """The number of weights in the model's dtype, and the bytes of the quantised ones."""
+def _sizes(config: Any) -> tuple[int, int, int]:
+    """The number of weights in the model's dtype, the bytes of quantised ones and of buffers."""
     quantised = bool(getattr(config.get_text_config(), "quantised", ""))
     described = config.to_json_string(use_diff=False), quantised
     if described not in _COUNTED:
         module = _without_weights(config, torch.float32)
         weights = [part.weight for part in int8.linears(module)] if quantised else []
         numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
-        _COUNTED[described] = numbers, int8.int8_bytes(weights)
+        buffers = sum(buffer.nbytes for buffer in module.buffers())
+        _COUNTED[described] = numbers, int8.int8_bytes(weights), buffers
     return _COUNTED[described]

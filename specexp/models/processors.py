@@ -6,6 +6,7 @@ those on the path from the root to the node. Names and meaning are those of tran
 generation configs; models/generation.py reads them. Shapes depend on the round's alone.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -65,8 +66,8 @@ class RepetitionPenalty:
     penalty: float
 
     def __post_init__(self) -> None:
-        if not self.penalty > 0:
-            raise ValueError("a penalty is above 0")
+        if not 0 < self.penalty < math.inf:
+            raise ValueError("a penalty is a number above 0")
 
     def __call__(self, text: Tensor, length: Tensor, logits: Tensor) -> Tensor:
         within = torch.arange(text.shape[-1], device=text.device) < length[..., None]
@@ -81,8 +82,8 @@ class NoRepeatNgram:
     n: int
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError("a sequence has one token or more")
+        if type(self.n) is not int or self.n < 1:
+            raise ValueError("a sequence has a whole number of tokens, one or more")
 
     def __call__(self, text: Tensor, length: Tensor, logits: Tensor) -> Tensor:
         if self.n > text.shape[-1]:
@@ -103,6 +104,8 @@ class SequenceBias:
     def __init__(
         self, biases: Mapping[tuple[int, ...], float], vocab: int, device: torch.device
     ) -> None:
+        if not all(bias < math.inf for bias in biases.values()):
+            raise ValueError("a bias is a number or -inf")
         longer = sorted((row for row in biases if len(row) > 1), key=len)
         self.alone = torch.zeros(vocab)
         for row, bias in biases.items():

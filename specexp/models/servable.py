@@ -1,6 +1,7 @@
-"""Which models can be served: by their config alone, before a weight is read; and why a module
+"""Which models can be served: by their files and config, before a weight is read; and why a module
 cannot, by running it."""
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from specexp.errors import UserError
+from safetensors import safe_open
+
+from specexp.errors import UserError, refusing
 from specexp.models.memory import layers
 
 CONTEXTS = ("max_position_embeddings", "max_seq_len")
@@ -20,12 +23,46 @@ READ |= {"moe", "mlp"}  # the kinds of layers served; these two have no attentio
 # What is built or listed one by one, and the most of it, which no number in a list exceeds either.
 MOST = {
     re.compile("n_layer|attention_types|.*(layers|depths?|blocks|stages|_replace)"): 4096,
-    re.compile("n_head|.*(heads|experts|codebooks|quantizers|inputs|cycles|ngram)"): 32768,
+    re.compile("n_head|.*(heads|experts|codebooks|quantizers|inputs|cycles|ngram|labels)"): 32768,
 }
 EXPERTS = "eager", "batched_mm", "grouped_mm"  # others fetch what they run
 FETCHED = {"eetq", "fbgemm_fp8", "metal"}  # methods of quantisation whose kernels are on a hub
 SIZES = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"}
 SIZES |= {"num_key_value_heads", "n_embd", "n_layer", "n_head", "max_position_embeddings"}
+
+
+def check_files(folder: Path) -> None:
+    """Raise UserError for a folder without a config or safetensors, or whose weights are not all
+    its own."""
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder} holds an adapter, which is not applied here: merge it into its model "
+            "(merge_and_unload of peft), and save that"
+        )
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json; point at a Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no *.safetensors; pickled weights are refused: convert them")
+    for index in folder.glob("*.safetensors.index.json"):
+        with refusing(f"cannot read {index}"):
+            named = set(json.loads(index.read_bytes())["weight_map"].values())
+        for file in sorted(map(str, named)):
+            if not inside(file) or not file.endswith(".safetensors"):
+                what = "weights are *.safetensors of the folder itself"
+                raise UserError(f"{index} names {file!r}: {what}")
+
+
+def check_count(folder: Path, layers: int) -> None:
+    """Refuse a folder with fewer tensors than layers, before a model so deep is built."""
+    tensors = 0
+    for file in folder.glob("*.safetensors"):
+        with refusing(f"cannot read {file}"), safe_open(file, "pt") as weights:
+            tensors += len(weights.keys())
+    if tensors < layers and folder.is_dir():
+        raise UserError(
+            f"{folder} has {tensors} tensors for the {layers} layers that config.json says: "
+            "download or save the model again"
+        )
 
 
 def check_config_json(described: dict[str, Any], source: str) -> None:

@@ -58,7 +58,9 @@ def test_every_setting_that_can_be_refused_has_a_value_here():
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("repetition_penalty", 0), ("repetition_penalty", "x"), ("no_repeat_ngram_size", "two"),
-     ("no_repeat_ngram_size", -2),
+     ("no_repeat_ngram_size", -2), ("no_repeat_ngram_size", 2.5),
+     ("repetition_penalty", math.inf), ("repetition_penalty", math.nan),
+     ("sequence_bias", [[[1], math.nan]]), ("sequence_bias", [[[1], math.inf]]),
      ("bad_words_ids", [[]]), ("bad_words_ids", 3), ("sequence_bias", [3]),
      ("suppress_tokens", ["a"]), ("suppress_tokens", list(range(9999))),
      ("eos_token_id", [{"id": 3}])],

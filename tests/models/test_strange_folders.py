@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support import architectures
 from tokenizers import Tokenizer
 from transformers.integrations import hub_kernels
 
@@ -167,11 +168,11 @@ def split(folder, place: str = "model.safetensors"):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("place", ["../other/x.safetensors", "{}/x.safetensors", "..", "a/b", 3])
+@pytest.mark.parametrize("place", ["../other/x.safetensors", "{}/x.safetensors", "..", "a.bin", 3])
 def test_weights_named_outside_the_folder_are_refused(folder, refused, place):
     place = place.format(folder) if isinstance(place, str) else place
     split(folder, place)
-    said = f"index.json names {str(place)!r}: weights are files of the folder itself"
+    said = f"index.json names {str(place)!r}: weights are *.safetensors of the folder itself"
     assert refused(folder).endswith(said)
     assert refused(folder, "a", "--drafter", f"model:{folder}").endswith(said)
 
@@ -333,6 +334,7 @@ COUNTS = [
     {"model_type": "musicgen_decoder", "num_codebooks": MANY},
     {"model_type": "mpt", "n_heads": MANY},
     {"model_type": "prophetnet", "ngram": MANY},
+    {"num_labels": MANY},
 ]
 
 
@@ -343,6 +345,19 @@ def test_endless_counts_are_refused_in_a_second_before_anything_is_built(folder)
     for refusal in refusals:
         assert float(refusal.split()[0]) < 1
         assert "no model has more than " in refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "positions"),
+    [("gpt_neo", "max_position_embeddings", 10**6), ("gptj", "n_positions", 10**10)],
+)
+def test_tables_of_endless_positions_are_refused_before_they_are_made(
+    folder, name, field, positions
+):
+    architectures.build(name).save_pretrained(folder)
+    edit(folder / "config.json", **{field: positions})
+    with pytest.raises(UserError, match=r"the weights of mine in float32 take .* GiB are free"):
+        load(folder, "mine", "float32", "cpu")
 
 
 def test_endless_heads_are_refused_before_one_is_built(folder, tiny_folders):
