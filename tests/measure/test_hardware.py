@@ -6,6 +6,7 @@ Nothing here asserts how fast anything is: time is a number that the arms themse
 import pytest
 import torch
 from conftest import tiny_llama
+from support.hybrids import hybrid
 from support.tape import Tape, recorded, taped
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -93,6 +94,12 @@ def test_a_pass_has_given_rows_tokens_and_slots(pairing, monkeypatch):
     assert tokens.shape == (2, 4)
     assert slots[0].tolist() == [59, 60, 61, 62]
     assert (seqs.tokens.shape, visible) == ((2, 64), None)
+
+
+@pytest.mark.parametrize("family", ["granite4", "jamba"])
+def test_a_pass_over_states_has_no_room_for_its_tokens(family):
+    lm = of_module(hybrid(family))
+    assert roofline.a_pass(lm, [1, 2, 3], 1, 4, 32)(None).logits.shape == (1, 4, lm.vocab)
 
 
 def test_roofline_ratios_of_timed_arms(pairing, monkeypatch, now):

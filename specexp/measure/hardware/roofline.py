@@ -80,8 +80,8 @@ def a_pass(
     """A repeatable pass over `tokens` tokens a row, at the end of a prompt that fills a buffer of
     `context` slots except the last `slack` (at least `tokens`). It has a cache of its own. ids: any
     tokens; they are repeated to fill the prompt."""
-    lm = lm.apart()
-    slack = max(slack, tokens)
+    lm, slack = lm.apart(), max(slack, tokens)
+    lm.room = tokens
     length = max(1, context - slack)
     text = [token % lm.vocab for token in islice(cycle(ids), length + tokens)]
     seqs = Sequences.of([text[:length]] * batch, 0, slack=context - length, device=lm.device)
