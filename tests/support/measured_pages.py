@@ -29,6 +29,7 @@ from specexp.measure import statistics
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "data" / "measurements"
 PAGES = [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
+MORE = 1.05  # what a window or a state may make of a pass
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- measured: end -->)", re.DOTALL)
 SHOWN = {"suffix": "`suffix`", "ngram": "`ngram`", "model": "`sibling-3m`, a draft model",
          "medusa": "`medusa`"}  # fmt: skip
@@ -248,8 +249,45 @@ def spread() -> str:
     )  # fmt: skip
 
 
+def layers() -> str:
+    """models/README: layers with windows or states over layers of full attention."""
+    families = load("layers")["families"]
+    table = pd.DataFrame(
+        [{"family": family, **row, **row["ratio"]}
+         for family, part in families.items() for row in part["rows"]]
+    )  # fmt: skip
+    cases = table.groupby(["family", "layer", "context"], sort=False)
+    lines = []
+    for (family, layer, context), case in cases:
+        cells = [
+            ", ".join(f"**{r.value:.2f}**" if r.low > MORE else f"{r.value:.2f}" for r in rows)
+            for rows in (case[case["dtype"] == d].itertuples() for d in ("float32", "bfloat16"))
+        ]
+        lines.append(f"| {family} | {layer} | {context} | {' | '.join(cells)} |\n")
+    above, clear = table[table["value"] > MORE], table[table["low"] > MORE]
+    unsure = above[above["low"] <= MORE]
+    said = [f"{r.family} in {r.dtype} at {r.context} tokens, nodes {r.nodes}: {r.value:.2f} "
+            f"[{r.low:.2f}, {r.high:.2f}]" for r in unsure.itertuples()]  # fmt: skip
+    params = next(iter(families.values()))["params"]
+    return paragraph(
+        f"Layers {params['width']:,} wide, one thread of a CPU that others used, "
+        f"{params['turns']} turns ([all](../../data/measurements/layers.json)): a round's pass and "
+        "roll back over those of a model whose layers all read every token, with MLPs so wide that "
+        "it has as many weights; 1, 5 and 9 nodes in a chain, and 9 in a tree. In bold what lies "
+        f"above {MORE} with its whole interval."
+    ) + (
+        "\n| model | its layers | tokens before | float32 | bfloat16 |\n|---|---|---:|---|---|\n"
+        f"{''.join(lines)}\n"
+    ) + paragraph(
+        f"More than {MORE} clearly: {' and '.join(dict.fromkeys(clear['family']))}. Mistral "
+        "without a window is run by passes of our own, with one by transformers' module; what the "
+        "window itself takes, Gemma 3 shows, whose module runs both. Mamba 1 runs node by node. "
+        f"Above {MORE}, but not clearly: {'; '.join(said) or 'none'}."
+    )  # fmt: skip
+
+
 TEXTS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (results, eight_bits, all_drafters, few_prompts, spread)
+    f.__name__: f for f in (results, eight_bits, all_drafters, few_prompts, spread, layers)
 }
 
 
