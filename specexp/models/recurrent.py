@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from specexp.models.cache import SlotCache
 from specexp.models.memory import PREFILL
-from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, Scan, Window, entries_of
+from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, Scan, Window, entries_of, one_token
 from specexp.tree import Branches
 
 WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
@@ -231,9 +231,9 @@ class Stepwise(nn.Module):
 
     `states`: those of one row after one token. `continues`: the module can read several tokens at
     once from a state too, and not only from the beginning. `scanned` (all modules of a network, or
-    none): `scan` runs all nodes of a draft together. Otherwise `step` runs one node: the module,
-    without the product that writes its output (`last`), and with `Precomputed` in place of those
-    that read its input (`first`).
+    none): `scan` runs all nodes of a draft together. Otherwise `alone` runs a pass of one node, and
+    `step` one of several: the module without the product that writes its output (`last`), and with
+    `Precomputed` in place of those that read its input (`first`).
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -246,6 +246,7 @@ class Stepwise(nn.Module):
         self.first: list[tuple[nn.Module, Precomputed]] = []
         self.last: nn.Module = nn.Identity()
         self.step = module
+        self.alone = one_token(module)
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """Its first input is x [b, n, E]; the cache is among the others."""
@@ -269,7 +270,7 @@ class Stepwise(nn.Module):
             states.write(self.number, -1, state)
             return y
         if x.shape[1] == 1:
-            y = run(self.module, x, state := states.read(self.number, 0))
+            y = run(self.alone, x, state := states.read(self.number, 0))
             states.write(self.number, 0, state)
             return y
         products = [(place, module(x).split(1, 1)) for module, place in self.first]
@@ -300,6 +301,7 @@ class Stepwise(nn.Module):
         for hook in hooks:
             hook.remove()
         self.states, self.step = state.parts, twin(self.module)
+        self.step.forward = one_token(self.step)
         for name, module in first.items():
             self.first.append((module, place := Precomputed()))
             self.step.set_submodule(name, place)

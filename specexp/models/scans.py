@@ -149,6 +149,43 @@ def spread(x: Tensor, heads: int, dim: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, dim)
 
 
+def replaced(module: nn.Module, functions: dict[str, Any]) -> Any:
+    """The module's own `forward`, in which these stand for its library's functions."""
+    raw = inspect.unwrap(type(module).forward)
+    functions = {**raw.__globals__, **functions}
+    forward = FunctionType(raw.__code__, functions, raw.__name__, raw.__defaults__, raw.__closure__)
+    forward.__kwdefaults__ = raw.__kwdefaults__
+    return MethodType(forward, module)
+
+
+def one_token(module: nn.Module) -> Any:
+    """The module's `forward` for one token."""
+    return replaced(module, {"causal_conv1d_update": one_convolution})
+
+
+def one_convolution(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:  # fmt: skip
+    """x [b, C, 1], weight [C, k]: the convolution of one token with the columns before it, `state`
+    [b, C, >= k - 1], to which it is appended. A product and a sum: some processors have no grouped
+    convolution in bfloat16, and torch runs each channel by itself there."""
+    columns = torch.cat([state, x], -1)
+    state.copy_(columns[..., 1:])
+    return _summed(columns[..., -weight.shape[-1] :], weight, bias, activation, -1)[..., None]
+
+
+def _summed(
+    columns: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dim: int
+) -> Tensor:
+    """Columns times weights, summed over this dimension, in float32 or float64."""
+    wide = torch.promote_types(columns.dtype, torch.float32)
+    y = (columns.to(wide) * weight.to(wide)).sum(dim)
+    y = y if bias is None else y + bias
+    y = y if activation is None else ACT2FN[activation](y)
+    return y.to(columns.dtype)
+
+
 class Scan:
     """Runs a module with a state over all nodes of a pass: `forward` is the module's own, with its
     recurrence and its convolution replaced by those of this class.
@@ -165,12 +202,7 @@ class Scan:
         self.known = "causal_conv1d_fn" in names and (
             bool(own) or not names & {"update_recurrent_state", "set_linear_cache"}
         )
-        functions = {**raw.__globals__, **own, "causal_conv1d_fn": self.convolution}
-        forward = FunctionType(
-            raw.__code__, functions, raw.__name__, raw.__defaults__, raw.__closure__
-        )
-        forward.__kwdefaults__ = raw.__kwdefaults__
-        self.forward = MethodType(forward, module)
+        self.forward = replaced(module, own | {"causal_conv1d_fn": self.convolution})
         self.turned = "mamba2_chunk_scan" in own
         self.sizes: Parts = {}
         self.window: Window | None = None
@@ -194,12 +226,8 @@ class Scan:
         if self.window is None:
             return x
         at = self.window.columns[..., -weight.shape[-1] :]
-        wide = torch.promote_types(x.dtype, torch.float32)
         columns = self.buffers["conv", 0].index_select(0, at.flatten()).view(*at.shape, -1)
-        y = (columns.to(wide) * weight.t().to(wide)).sum(2)
-        y = y if bias is None else y + bias
-        y = y if activation is None else ACT2FN[activation](y)
-        return y.to(x.dtype).transpose(1, 2)
+        return _summed(columns, weight.t(), bias, activation, 2).transpose(1, 2)
 
     def delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,

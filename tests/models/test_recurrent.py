@@ -10,12 +10,13 @@ import torch
 from support.hybrids import CONFIGS
 from support.tape import taped
 from support.tiny import NEW, PROMPTS, RULES, TREES, Alphabet, NoHostReads, V, engine, module
+from transformers.models.mamba import modeling_mamba
 
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.models import recurrent
+from specexp.models import recurrent, scans
 from specexp.models.load import of_module
 from specexp.models.recurrent import States
 from specexp.models.scans import Scan, Window
@@ -260,3 +261,20 @@ def test_recurrence_that_is_not_the_librarys_runs_node_by_node(monkeypatch):
     )
     net = copy.deepcopy(module("qwen3_5"))
     assert not any(part.scanned for part in of_module(net).net.parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_convolution_of_one_token_is_the_library_s(dtype):
+    drawn = torch.Generator().manual_seed(0)
+    x, kept, weight, bias = (
+        torch.randn(size, generator=drawn).to(dtype)
+        for size in ((2, 6, 1), (2, 6, 4), (6, 4), (6,))
+    )
+    ours, theirs = kept.clone(), kept.clone()
+    for with_bias in (bias, None):
+        y = scans.one_convolution(x, ours, weight, with_bias, "silu")
+        wanted = modeling_mamba.causal_conv1d_update(
+            x, theirs, weight, with_bias, activation="silu"
+        )
+        torch.testing.assert_close(y, wanted)
+        assert torch.equal(ours, theirs)
