@@ -100,8 +100,7 @@ class AttentionInfo:
     @cached_property
     def mask(self) -> Tensor:
         """[B, 1, group * n, S] for `scaled_dot_product_attention`."""
-        seen = None if self.visible is None else self.visible.mask(self.cache.seen)
-        mask = self.cache.mask(seen, self.cos.dtype)
+        mask = self.cache.mask(self.cache.near(self.visible), self.cos.dtype)
         return mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
 
 
@@ -301,9 +300,10 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     family = type(module).__name__
     if family not in FAMILIES:
         return None, f"{family} is none of {', '.join(sorted(FAMILIES))}"
-    context = context_length(module.config)
-    if any(layer.window or layer.chunk for layer in layers(module.config, context)):
-        return None, "its layers have a window"
+    kinds = layers(module.config, context_length(module.config))
+    spans = {(layer.window, layer.chunk) for layer in kinds}
+    if len(spans) > 1 or (spans != {(0, 0)} and module.device.type != "cpu"):
+        return None, "its layers have windows"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
 
@@ -314,7 +314,7 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
         wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
     except Exception as e:  # what calls itself by a family's name may be anything
         return None, failure(e)
-    return fastest_agreeing(implementations(fused), len(fused.layers), tokens, wanted)
+    return fastest_agreeing(implementations(fused), kinds, tokens, wanted)
 
 
 def probe(module: Any) -> Tensor:
@@ -322,10 +322,11 @@ def probe(module: Any) -> Tensor:
     return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
 
 
-def whole_sequence(layers: int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
-    """Positions [1, n] of a sequence of tokens [1, n], and a cache aimed at its n slots."""
+def whole_sequence(kinds: Sequence[Any] | int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
+    """Positions [1, n] of a sequence of tokens [1, n], and a cache of layers of these kinds, aimed
+    at its n slots."""
     n = tokens.shape[1]
-    at, cache = torch.arange(n, device=tokens.device)[None], SlotCache(layers, 1, n)
+    at, cache = torch.arange(n, device=tokens.device)[None], SlotCache(kinds, 1, n)
     cache.aim(slice(0, 1), at, n)
     return at, cache
 
@@ -338,14 +339,18 @@ def implementations(fused: Fused) -> Iterator[Fused | Native]:
 
 
 def fastest_agreeing(
-    nets: Iterable[Net], layers: int, tokens: Tensor, reference: Tensor, **inputs: Tensor
+    nets: Iterable[Net],
+    kinds: Sequence[Any] | int,
+    tokens: Tensor,
+    reference: Tensor,
+    **inputs: Tensor,
 ) -> tuple[Net | None, str]:
     """The last of these networks such that it and all before it give the `reference` logits of
     tokens [1, n], or None; and why the next one was not taken, if there is one."""
     best: Net | None = None
     for net in nets:
         try:
-            difference = _difference(net, layers, tokens, reference, inputs)
+            difference = _difference(net, kinds, tokens, reference, inputs)
         except Exception as e:
             return best, failure(e)
         if not difference <= ROUNDING.get(reference.dtype, 0.0):
@@ -365,10 +370,14 @@ def failure(e: Exception) -> str:
 
 
 def _difference(
-    net: Any, layers: int, tokens: Tensor, reference: Tensor, inputs: dict[str, Tensor]
+    net: Any,
+    kinds: Sequence[Any] | int,
+    tokens: Tensor,
+    reference: Tensor,
+    inputs: dict[str, Tensor],
 ) -> float:
     """The relative difference from the reference logits, where those are finite."""
-    at, cache = whole_sequence(layers, tokens)
+    at, cache = whole_sequence(kinds, tokens)
     logits, _ = net(tokens, at, None, cache, (), None, **inputs)
     finite = reference.isfinite()
     return float((logits - reference)[finite].float().norm() / reference[finite].float().norm())

@@ -59,14 +59,19 @@ def test_long_texts_of_families_with_fused_passes_are_those_of_transformers(name
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text", "minimax", "gpt_neo"],
-)
-def test_texts_many_times_as_long_as_a_ring_are_those_of_transformers(name):
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in (
+            "mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text", "minimax", "gpt_neo",
+        )),
+        ("mistral", torch.float32),  # in passes of our own
+    ],
+)  # fmt: skip
+def test_texts_many_times_as_long_as_a_ring_are_those_of_transformers(name, dtype):
     """Prompts of very different lengths in passes of seven tokens; windows and chunks of 24, shared
     keys, sinks. `outcome` compares the memory of the rings, too."""
     with architectures.short_passes():
-        served = architectures.outcome(name, (1, 40, 130), ("ngram chain", "self grown"))
+        served = architectures.outcome(name, (1, 40, 130), ("ngram chain", "self grown"), dtype)
     assert served == "right"
 
 

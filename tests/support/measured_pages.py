@@ -279,9 +279,8 @@ def layers() -> str:
         "\n| model | its layers | tokens before | float32 | bfloat16 |\n|---|---|---:|---|---|\n"
         f"{''.join(lines)}\n"
     ) + paragraph(
-        f"More than {MORE} clearly: {' and '.join(dict.fromkeys(clear['family']))}. Mistral "
-        "without a window is run by passes of our own, with one by transformers' module; what the "
-        "window itself takes, Gemma 3 shows, whose module runs both. Mamba 1 runs node by node. "
+        f"More than {MORE} clearly: {' and '.join(dict.fromkeys(clear['family']))}. Mamba 1 runs "
+        "node by node. "
         f"Above {MORE}, but not clearly: {'; '.join(said) or 'none'}."
     )  # fmt: skip
 

@@ -83,15 +83,16 @@ class Native:
         last, net = n if last is None else last, self.net
         keys, values = self.buffers.get(cache) or self._buffers(cache)
         tapped = (c_int64 * len(taps))(*taps)
-        seen = None if visible is None else visible.mask(cache.seen)
-        arguments = (tokens, positions, cache.slots, seen, inputs.get("x"))
+        size = cache.layers[0].size
+        seen = min(cache.seen, size)
+        arguments = (tokens, positions, cache.places[size], cache.near(visible), inputs.get("x"))
         packed = [None if x is None else x.contiguous() for x in arguments]
         states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
         logits = torch.empty(B, last, net.all)
-        head = cache.size * net.dim
+        head = size * net.dim
         row = net.keys * head
         call = Pass(
-            B, n, cache.seen, torch.get_num_threads(), *map(address, packed), addressof(keys),
+            B, n, seen, torch.get_num_threads(), *map(address, packed), addressof(keys),
             addressof(values), cache.rows.start * row, row, head, last, len(taps),
             addressof(tapped), address(states), address(logits), None,
         )  # fmt: skip
@@ -99,7 +100,7 @@ class Native:
         call.room = address(room)
         call.holds = packed, keys, values, tapped, states, logits, room
         if not self.run(net, call):
-            raise IndexError(f"a token is not below {net.known}, or a slot not below {cache.seen}")
+            raise IndexError(f"a token is not below {net.known}, or a slot not below {seen}")
         return logits if last else None, states
 
     def _buffers(self, cache: SlotCache) -> tuple[Any, Any]:
