@@ -17,10 +17,12 @@ from specexp.drafters.early_exit import EarlyExit
 from specexp.errors import UserError
 from specexp.fast.fused import FAMILIES
 from specexp.models.load import of_module
+from specexp.models.memory import layers
 from specexp.sampling import Sampling
 from specexp.zoo import drafts
 
 PAGE = Path(__file__).parents[2] / "specexp" / "models" / "README.md"
+VARIANTS = architectures.variants()
 ROWS = dict(re.findall(r"^\| (\S.*?) \| (r\S.*?) \|$", PAGE.read_text(), re.MULTILINE))
 
 
@@ -37,21 +39,21 @@ def test_pages_count_the_table():
 
 
 def test_the_table_names_every_variant_of_every_architecture():
-    assert list(ROWS) == list(architectures.variants())
+    assert list(ROWS) == list(VARIANTS)
 
 
-@pytest.mark.parametrize("name", architectures.variants())
+@pytest.mark.parametrize("name", VARIANTS)
 def test_short_texts_over_trees_are_those_of_transformers(name):
     served = architectures.outcome(name, (3, 40), ("ngram branching",))
     assert ROWS[name].startswith(served), f"| {name} | {served} |"
 
 
 def fused(name: str) -> bool:
-    kind, _ = architectures.variants()[name]
+    kind, _ = VARIANTS[name]
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] in FAMILIES
 
 
-@pytest.mark.parametrize("name", filter(fused, architectures.variants()))
+@pytest.mark.parametrize("name", filter(fused, VARIANTS))
 def test_long_texts_of_families_with_fused_passes_are_those_of_transformers(name):
     """In float32, since what is fused or compiled takes no float64."""
     served = architectures.outcome(name, (3, 266), ("ngram branching",), torch.float32)
@@ -75,12 +77,23 @@ def test_texts_many_times_as_long_as_a_ring_are_those_of_transformers(name, dtyp
     assert served == "right"
 
 
+@pytest.mark.slow
+def test_texts_many_times_as_long_as_any_ring_are_those_of_transformers():
+    configs = {n: architectures.config(kind, **own) for n, (kind, own) in VARIANTS.items()}
+    spans = {name: any(layer.span for layer in layers(made)) for name, made in configs.items()}
+    ringed = [name for name, span in spans.items() if span and ROWS[name] == "right"]
+    assert len(ringed) > 30
+    with architectures.short_passes():
+        served = {n: architectures.outcome(n, (1, 40, 130), ("ngram branching",)) for n in ringed}
+    assert served == dict.fromkeys(ringed, "right")
+
+
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
 def test_layers_that_share_keys_make_no_draft(name):
     lm = of_module(architectures.build(name), "it")
-    for layers in (1, 2, 3):
+    for first in (1, 2, 3):
         with pytest.raises(UserError, match=r"^(early_exit cannot leave it|first 3 layers of it)"):
-            EarlyExit(lm, layers, Sampling())
+            EarlyExit(lm, first, Sampling())
     with pytest.raises(UserError, match="no draft can be cut from a Gemma") as refusal:
         drafts.cut(lm.module, 2)
     assert "\n" not in str(refusal.value)
@@ -95,7 +108,7 @@ def test_layers_that_share_keys_are_seen_before_weights_are_read():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", architectures.variants())
+@pytest.mark.parametrize("name", VARIANTS)
 def test_texts_of_every_drafter_and_tree_are_those_of_transformers(name):
     served = architectures.outcome(name, architectures.LENGTHS, architectures.MIXES)
     assert served == ROWS[name], f"| {name} | {served} |"
