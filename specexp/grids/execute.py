@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -77,12 +78,14 @@ def _tidy(folder: Path) -> None:
         safe = redact.hide(text)
         if (safe := harmless(safe) if file.name == LOG else safe) != text:
             file.write_text(safe)
-    for file in {*folder.rglob("*")} - {*ours}:  # what the notebook wrote itself
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if file.is_file() and file.stat().st_size <= MAX_OUTPUT:
-                text = file.read_bytes().decode()
-                if (safe := redact.hide(text)) != text:
-                    file.write_bytes(safe.encode())
+    for file in sorted({*folder.rglob("*")} - {*ours}):  # what the notebook wrote itself
+        name = file.relative_to(folder).as_posix()
+        with contextlib.suppress(OSError):
+            if redact.shows(file.name.encode()) or (file.is_file() and not redact.clean(file)):
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+                with (folder / LOG).open("a") as log:
+                    message = f"[left out, as it shows a secret: {redact.hide(name)}]"
+                    log.write(f"\n{harmless(message)}\n")
     _to_html(folder)
 
 

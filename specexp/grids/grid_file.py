@@ -248,6 +248,7 @@ def _with_checked_values(
     def checked(name: str, value: Any, *where: str | int) -> Any:
         """The coerced value, or the value itself if it has a problem, which is reported."""
         problem = _name_problem(parameters, name, hints)
+        problem = redact.REFUSED if redact.is_secret(name, value) else problem
         if not problem and (problem := parameters[name].problem(value)):
             mistyped.append(name)
         if problem:

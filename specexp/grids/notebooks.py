@@ -126,7 +126,7 @@ def value_problem(value: Any) -> str | None:
             return "has control characters"
         if any("\ud800" <= c <= "\udfff" for c in value):
             return "has half a surrogate pair, which is not valid text"
-        if redact.VALUE.search(value):
+        if redact.hide(value) != value:
             return redact.REFUSED
     return None
 
@@ -231,7 +231,8 @@ def _parameter(node: ast.stmt) -> tuple[str, Parameter]:
     optional = "None" in kinds[1:]
     items = _TYPES.get(inner.rstrip("]")) or _items(default)
     parameter = Parameter(kind, default, optional, items)
-    if wrong := parameter.problem(default):
+    wrong = redact.REFUSED if redact.is_secret(name, default) else parameter.problem(default)
+    if wrong:
         raise UserError(f"{name} {wrong}")
     return name, Parameter(kind, parameter.coerced(default), optional, items)
 

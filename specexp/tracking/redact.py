@@ -1,9 +1,12 @@
 """Recognising secrets, and removing them from what is stored or shown."""
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 NAME = re.compile(
@@ -12,30 +15,66 @@ NAME = re.compile(
     re.IGNORECASE,
 )
 SHAPES = (  # of tokens, by who issues them
-    r"hf_\w{20,}|sk-[\w-]{20,}|(?:sk|rk)_(?:live|test)_\w{16,}",  # model hubs, payments
+    r"hf_(?:[A-Za-z0-9]{20,}|[a-z]+_eyJ[\w.-]{20,})|sk-[\w-]{20,}",  # model hubs
+    r"(?:sk|rk)_(?:live|test)_\w{16,}|sq0[a-z]{3}-[\w-]{20,}|shp[a-z]{2}_[0-9a-fA-F]{32}",  # shops
     r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|AIza[\w-]{30,}",  # clouds
     r"AccountKey=[\w+/=]{40,}|(?<=[?&]sig=)[\w%+/=-]{20,}",
-    r"gh[pousr]_\w{20,}|github_pat_\w{20,}|gl(?:pat|dt|ft|rt|cbt|ptt|oas)-[\w-]{20,}",  # code
-    r"npm_\w{30,}|pypi-[\w-]{40,}|dckr_pat_[\w-]{20,}",  # packages
-    r"xox[a-z]-[\w-]{10,}|hooks\.slack\.com/services/[\w/]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}",  # mail
-    r"eyJ[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]+)?|(?<=[Bb]earer )[\w.~+/-]{16,}=*",  # any
+    r"(?<![aeiou])gh[pousr]_\w{20,}|github_pat_\w{20,}|GR1348941[\w-]{20,}",  # code
+    r"gl(?:pat|dt|ft|rt|cbt|ptt|oas|imt|agent|soat)-[\w-]{20,}|ATATT3[\w=-]{60,}|lin_api_\w{30,}",
+    r"npm_\w{30,}|pypi-[\w-]{40,}|dckr_pat_[\w-]{20,}|rubygems_[0-9a-f]{40,}",  # packages
+    r"(?:xox[a-z]|xapp)-[\w-]{10,}|hooks\.slack\.com/services/[\w/]{20,}",  # mail and chat
+    r"SG\.[\w-]{16,}\.[\w-]{16,}|(?<=/bot)\d{8,10}:[\w-]{35}",
+    r"(?<=wandb login )[0-9a-f]{40}|(?<=[Bb]earer )[\w.~+/-]{16,}=*",  # any
 )
+WORDS = (  # the same of those that could also be inside another word or base64
+    r"gsk_\w{20,}|r8_\w{30,}|pplx-\w{40,}|(?:nvapi|xai)-[\w-]{40,}",  # model hubs
+    r"EAAA[\w-]{56,64}!|(?:AC|SK)[0-9a-z]{32}!|[0-9a-z]{32}-us\d{1,2}!",  # payments, mail, chat
+    r"\d{8,10}:[\w-]{35}!|[MNO](?=[\w-]*\d)[\w-]{23,27}\.[\w-]{6}\.[\w-]{27,}",
+    r"ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|do[opr]_v1_\w{40,}|dapi[0-9a-f]{32}!",  # clouds, code
+    r"hv[bs]\.[\w-]{20,}|AGE-SECRET-KEY-1[A-Z0-9]{50,}|dp\.[a-z]{2,5}\.\w{40,}",
+    r"AKC[A-Za-z0-9]{60,80}!|AP[0-9A-F][A-Za-z0-9]{28,80}!|cio[A-Za-z0-9]{32}!",  # packages
+    r"eyJ[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]+)?",  # any
+)
+# Before a word: nothing, or the end of an escape in JSON, in an address or of a colour.
+_START = r"(?:(?<![\w+/-])|(?<=\\[nrt])|(?<=%[\dA-F]{2})|(?<=[\[;]\dm)|(?<=[\[;]\d\dm))"
+_WORD = _START + "(?:" + "|".join(WORDS).replace("!", r"(?![\w+/=-])") + ")"
 _KEY = "[A-Z ]*PRIVATE KEY"
 # The lines of a key that was cut off before its end; in JSON, also across the strings of a list.
 _CUT = r"""(?:[\w+/=\s-]|\\[nr]|",\s*"(?=[A-Za-z0-9+/=]{16,}(?:\\n)?"\s*[],]))"""
 VALUE = re.compile(
-    rf"{'|'.join(SHAPES)}|-----BEGIN{_KEY}(?:(?:(?!-----BEGIN)[^][{{}}])*?-----END{_KEY}(?:-----)?|{_CUT}*)"
+    rf"{'|'.join(SHAPES)}|{_WORD}|(?<=Private-Lines: ){_CUT}+"
+    rf"|-----BEGIN{_KEY}(?:(?:(?!-----BEGIN)[^\]\[{{}}])*?-----END{_KEY}(?:-----)?|{_CUT}*)"
 )
-PASSWORD = re.compile(r"(\w://[^\s:/@]*):\S+@")  # in an address
+PASSWORD = re.compile(r"(\w://[^\s:/@]*):(?:(?!://)[^\s\"\\])+@")  # in an address
 USER = re.compile(r"(\w://)[^\s:/@]{20,}@")  # a token in a user's place
+_NAMES = (  # that end the name of a secret in a text
+    r"(?:token|secret\w{0,30}|passw(?:or)?d\w{0,30}|passphrase|_(?:pat|pass|pwd|dsn)|authorization"
+    r"|(?:api|access|private|signing|account|encryption)[_-]?key|credentials?|connection_?string)"
+)
+_BARE = r"[^\]\[\s\"'\\,;<>(){}|&`]{8,}+(?![\[({<])"
+NAMED = re.compile(  # a name and its value: name = "value", "name": "value", --name value
+    rf"(?=[-_ACPSTacpst])(?i:(?:--[\w-]{{0,30}}?{_NAMES}(?: +|=)|curl .{{0,99}}?-u \w{{1,40}}:"
+    rf"|{_NAMES}"
+    r"(?:\\*[\"'])?\]?[ \t]{0,9}(?::[ \t]?\w{1,20}[ \t]?=|[:=]{1,2}>?)[ \t]{0,9})"
+    r"(?:[bru]?(?P<quote>\\*[\"']))?(?:(?:basic|token|apikey) )?"
+    rf"(?P<value>(?![$%])(?(quote)[^\s\"'\\<>{{}}]{{8,}}+(?=\\*[\"'])|{_BARE})))"
+)
+# Values that are none: words, numbers with a unit, and several of both, as in a path or a name.
+_PART, _LINK = r"(?:[^\W\d_]+\d{0,3}|\d+[^\W\d_]{0,3})", r"(?:[^\w!#$^&?]|_)"
+PLAIN = re.compile(rf"{_LINK}*(?:{_PART}(?:{_LINK}+{_PART})+|[^\W\d_]*|\d+[^\W\d_]{{0,3}}){_LINK}*")
+MIXED = re.compile("[A-Za-z]*[A-Z][a-z][A-Z][A-Za-z]*")  # no word either, if in quotes
 HIDDEN = "[hidden]"
 REFUSED = "looks like a secret; parameters are stored in plain text: use an environment variable"
 _SHORTEST = 8
+MOST_BYTES = 100_000_000  # of a file that is rewritten; a larger one is only searched
+_CODINGS = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}  # by how a text begins
+_PRINTED = re.compile(rb"[\t\r\n -~]{8,}")
 
 
-def hide(text: str) -> str:
+def hide(text: str, named: bool = True) -> str:
     """Replace the secrets in a text or JSON document by HIDDEN: what looks like a key or token,
-    passwords in addresses, and the values of environment variables named like secrets."""
+    passwords in addresses, the values of environment variables named like secrets and, if `named`,
+    values that the text itself names so."""
     for name, value in os.environ.items():
         if NAME.search(name) and len(value) >= _SHORTEST:
             escaped = (json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
@@ -43,7 +82,24 @@ def hide(text: str) -> str:
                 text = text.replace(written, HIDDEN)
     for pattern, hidden in ((PASSWORD, rf"\1:{HIDDEN}@"), (USER, rf"\1{HIDDEN}@"), (VALUE, HIDDEN)):
         text = pattern.sub(hidden, text)
-    return text
+    return NAMED.sub(_without_value, text) if named else text
+
+
+def _without_value(named: re.Match[str]) -> str:
+    name = named[0].removesuffix(named["value"])
+    return f"{name}{HIDDEN}" if _is_random(named) else named[0]
+
+
+def _is_random(named: re.Match[str]) -> bool:
+    return not PLAIN.fullmatch(named["value"]) or bool(
+        named["quote"] and MIXED.fullmatch(named["value"])
+    )
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether a value is a secret because of its name."""
+    named = NAMED.search(f'{name}="{value}"') if isinstance(value, str) else None
+    return bool(named and named.start() < len(name) and _is_random(named))
 
 
 def hidden(value: Any, hide: Callable[[str], str] = hide) -> Any:
@@ -51,5 +107,57 @@ def hidden(value: Any, hide: Callable[[str], str] = hide) -> Any:
     if isinstance(value, str):
         return hide(value)
     if isinstance(value, Mapping):
-        return {hidden(name, hide): hidden(part, hide) for name, part in value.items()}
+        return {
+            hidden(name, hide): HIDDEN if is_secret(name, part) else hidden(part, hide)
+            for name, part in value.items()
+        }
     return [hidden(part, hide) for part in value] if isinstance(value, list | tuple) else value
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def shows(content: bytes) -> bool:
+    """Whether a secret can be read in bytes that are no text."""
+    text = b"\n".join(_PRINTED.findall(content.replace(b"\0", b""))).decode()
+    return hide(text, named=False) != text
+
+
+def clean(file: Path) -> bool:
+    """Hide the secrets in a text file or in a table's texts. Returns False if one can be read in a
+    file that cannot be rewritten."""
+    if file.stat().st_size <= MOST_BYTES:
+        content = file.read_bytes()
+        coding = _CODINGS.get(content[:2], "utf-8")
+        with contextlib.suppress(UnicodeDecodeError):
+            if "\0" not in (text := content.decode(coding)):
+                if (safe := hide(text)) != text:
+                    file.write_bytes(safe.encode(coding))
+                return True
+        if content.startswith(b"PAR1") and not _clean_table(file, content):
+            return False
+    before = b""
+    with file.open("rb") as opened:
+        while block := opened.read(2**20):
+            if shows(before + block):
+                return False
+            before = block[-10_000:]
+    return True
+
+
+def _clean_table(file: Path, content: bytes) -> bool:
+    """As `clean`, for a parquet file; one that cannot be read shows nothing here."""
+    from pyarrow import BufferReader, array, parquet
+
+    safe = True
+    with contextlib.suppress(Exception):
+        table = parquet.ParquetFile(BufferReader(content)).read()
+        for number, field in enumerate(table.schema):
+            texts = table[number].to_pylist() if "string" in str(field.type) else []
+            if repr(replaced := hidden(texts, cache(hide))) != repr(texts):
+                safe = False  # until it is written
+                table = table.set_column(number, field, array(replaced, field.type))
+        if not safe:
+            parquet.write_table(table, file)
+            safe = True
+    return safe

@@ -34,6 +34,14 @@ def test_notebook_log_result_tables_and_own_files_of_a_point(points, tmp_path, m
         (folder / "more").mkdir()
         (folder / "more" / "own.txt").write_text(f"kept\r\n{TOKEN}")
         (folder / "own.bin").write_bytes(BINARY)
+        (folder / "own.npy").write_bytes(BINARY[:2])
+        pd.DataFrame({"text": [f"{TOKEN} {n}" for n in range(9)]}).to_parquet(
+            folder / "own.parquet"
+        )
+        (folder / "own16.txt").write_text(TOKEN, encoding="utf-16")
+        (folder / f"{TOKEN}.txt").write_text("its name")
+        (folder / TOKEN).mkdir()
+        (folder / TOKEN / "in.txt").write_text("the name of its folder")
         if fails:
             raise Failure("error", "it fails")
 
@@ -44,10 +52,17 @@ def test_notebook_log_result_tables_and_own_files_of_a_point(points, tmp_path, m
     except Failure:
         assert fails
     files = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert files.pop("own.bin") == BINARY, "no text: left as it is"
     assert {execute.NOTEBOOK, execute.PAGE, execute.LOG, "result.json", "rows.parquet"} < {*files}
     for secret in (TOKEN, WORD):
         assert [name for name, content in files.items() if secret.encode() in content] == []
+    assert not [path for path in folder.rglob("*") if TOKEN in path.name]
+    assert "own.bin" not in files, "it cannot be rewritten"
+    for name in ("own.bin", "[hidden]", "[hidden].txt"):
+        line = f"\n[left out, as it shows a secret: {name}]\n"
+        assert files[execute.LOG].decode().count(line) == 1
+    assert files["own.npy"] == BINARY[:2]
+    assert files["own16.txt"].decode("utf-16") == "[hidden]"
+    assert [*pd.read_parquet(folder / "own.parquet")["text"]] == [f"[hidden] {n}" for n in range(9)]
     assert files["own.txt"] == b"kept\r\n[hidden]"
     assert json.loads(files["result.json"])["params"]["how"] == "[hidden]"
     assert b"[hidden]" in files[execute.PAGE]
