@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,9 @@ def identity_of(
     `together`: timed points may run side by side. Raises UserError for a missing model."""
     own = {t for n in params if n not in PARAMETERS for t in imports.texts_in(params[n])}
     folders = (os.path.abspath(t) for t in own if os.path.isfile(f"{t}/config.json"))
-    models = tuple(sorted({*feasible.sources(params, known), *folders}))
+    files, home = files_of(params, notebook, known), notebook.path.parent
+    beside = (os.path.abspath(home / n) for n, what in files.items() if what == imports.MODEL)
+    models = tuple(sorted({*feasible.sources(params, known), *folders, *beside}))
     named = map(Path, filter(os.path.isfile, sorted(own)))
     data = tuple(path.resolve() for path in (*_data_files(params), *named))
     parts = _parts(params, notebook, models, data, together, known)
@@ -77,8 +80,8 @@ def files_of(
     """The digests of the files that a point's numbers can depend on; from now on, those of one's
     own decide what is known of code of one's own."""
     asked = notebook.imports, tuple(sorted(notebook.strings)), str(notebook.path.parent)
-    named = tuple(sorted(imports.named_by(params)))
-    files: dict[str, str] = known.cached(facts_of_files, *asked, named)
+    named = tuple(sorted(imports.named_by(params))), tuple(sorted(notebook.paths))
+    files: dict[str, str] = known.cached(facts_of_files, *asked, *named)
     own = [name for name in files if not name.startswith(f"{imports.NAME}/")]
     elsewhere = any(name.endswith(imports.ELSEWHERE) for name in own)
     known.own_files = None if elsewhere else [notebook.path.parent / name for name in own]
@@ -86,14 +89,17 @@ def files_of(
 
 
 def facts_of_files(
-    modules: Sequence[str], strings: Sequence[str], folder: str, named: Sequence[str]
-) -> Answer:
+    modules: Sequence[str], strings: Sequence[str], folder: str, named: Sequence[str],
+    paths: Sequence[str],
+) -> Answer:  # fmt: skip
     """The import closure of a notebook in this folder (`imports.closure`)."""
-    files = imports.closure(modules, strings, Path(folder), {*named})
+    files = imports.closure(modules, strings, Path(folder), {*named}, paths)
     if any(name.endswith(imports.ELSEWHERE) for name in files):
         return files, None
     own = [Path(folder, name) for name in files if not name.startswith(f"{imports.NAME}/")]
-    return files, [Path(folder), *own, *(path.parent for path in own)]
+    naming = [(Path(folder), paths), *((f.parent, imports.source_of(f).paths) for f in own)]
+    named_there = (imports.places(texts, Path(folder), there) for there, texts in naming)
+    return files, [Path(folder), *own, *(path.parent for path in own), *chain(*named_there)]
 
 
 def facts_of_machine(device: str, timed: bool, engine: bool) -> Answer:

@@ -6,23 +6,33 @@
    left out: mending a plot makes no result old. Nothing is imported here.
 3. A drafter is imported by its name when it runs, so `closure` adds the files of the drafters that
    are named: in the parameters, the notebook, or the files found so far.
+
+So does a file that a string in the notebook or in code of one's own names, relative to either, or a
+word of a magic (`%run`, `!`), unless that code writes it, or it is in the store. Python and
+notebooks are followed; of a model's folder this is only the name.
 """
 
 import ast
 import importlib.metadata
 import importlib.util
+import json
+import os
 import re
 import sys
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cache, lru_cache
 from hashlib import sha256
+from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexp.tracking import provenance
+from specexp.tracking import provenance, results
 from specexp.zoo.files import stamp
+from specexp.zoo.known import digest_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = PACKAGE.name
@@ -32,32 +42,45 @@ COMPILED = provenance.SOURCE[1:]
 OF_GPU = f"{NAME}/fast/gpu/"
 AT_START = ("sitecustomize", "usercustomize")  # run by every Python, if they are on its path
 ELSEWHERE = " (elsewhere)"  # marks files that are neither specexp's nor beside the notebook
+MODEL = "a model"  # in place of the digest of a folder that is one
+MOST, LONGEST = 500, 1_000  # files that one source names; characters of a name
+HUGE = 10_000_000_000  # bytes above which a file that code names stands for its size and time
+SYSTEM = ("/proc", "/sys", "/dev")
 _INSTALLED = {"site-packages", "dist-packages"}
 _DRAFTERS = f"{NAME}.drafters."
 _OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*(?::.*)?")  # module:Class:ARGUMENT
 _MODULE = re.compile(rf"{NAME}(\.\w+)+")
+_PLACE = re.compile(r"^(?:\w+:)?(.*?)(?:\+int8)?$")  # METHOD:FOLDER+int8
+_WRITING = re.compile(r"to_\w+|(save|dump|write|export)\w*|touch|FileHandler")
+_TO_WRITE = re.compile(r"[rbt]*[wax][bt+]*")  # a mode of `open`
+_MAGIC = re.compile(r"^([ \t]*)((?:[\w, ]+=[ \t]*)?[%!?].*|.*\?)$", re.MULTILINE)
+_LOADS = re.compile(r"%(?:run(?:\s+-\w+)*|(?:re)?load_ext)\s+((?!\d)\w+(?:\.[A-Za-z_]\w*)*)(?!\S)")
+_WRITTEN = re.compile(r">+\s*\S+|%%(?:write)?file.*")  # by a shell, by a magic
 
 
 class Source(NamedTuple):
-    """A file's digest, and the modules and strings in its code (`read`)."""
+    """A file's digest, and the modules, strings and paths in its code (`read`)."""
 
     digest: str
     modules: tuple[str, ...] = ()
     strings: frozenset[str] = frozenset()
+    paths: frozenset[str] = frozenset()
 
 
 def closure(
-    modules: Iterable[str], strings: Iterable[str], folder: Path, named: Set[str]
-) -> dict[str, str]:
-    """The files that a point's numbers can depend on: name -> digest. Names are relative to the
-    checkout for files of specexp, else to the folder from which the file is imported.
+    modules: Iterable[str], strings: Iterable[str], folder: Path, named: Set[str],
+    paths: Iterable[str] = (),
+) -> dict[str, str]:  # fmt: skip
+    """The files that a point's numbers can depend on: name -> digest, and the folders of models
+    that code names -> MODEL. Names are relative to the checkout for files of specexp, else to the
+    notebook or the folder from which the file is imported.
 
-    modules, strings: what the notebook imports and the strings in its code (`read`); folder: the
-    notebook's; named: the modules that the point's parameters name (`named_by`).
+    modules, strings, paths: what the notebook imports, and the strings in its code (`read`);
+    folder: the notebook's; named: the modules that the point's parameters name (`named_by`).
     """
     drafters = {module for module in named if module.startswith(_DRAFTERS)}
     finder = _Finder(folder, named - drafters)
-    found = _follow([*modules, *AT_START, *finder.named], finder)
+    found = _follow([*modules, *AT_START, *finder.named], finder, paths)
     if PACKAGE / "drafters" / "__init__.py" in found:  # else nothing here drafts
         drafters |= _drafters({*strings, *_strings_that_may_name_drafters(found)})
         found |= _follow(drafters, finder)
@@ -100,16 +123,62 @@ def source_of(path: Path) -> Source:
 
 @lru_cache(maxsize=4096)
 def _source(path: Path, *_stamp: int) -> Source:
-    data = path.read_bytes()
-    digest = sha256(data).hexdigest()[:16]
-    with suppress(SyntaxError, ValueError):
+    if path.is_dir():
+        return Source(MODEL)
+    try:
+        if path.stat().st_size > HUGE:
+            return Source(f"{_stamp[1]} bytes of {_stamp[2]}")
+        digest = digest_of(path)[:16]
+        data = path.read_bytes() if path.suffix in (".py", ".ipynb") else b""
+    except OSError as e:
+        return Source(f"cannot be read: {e.strerror}")
+    with suppress(SyntaxError, ValueError, KeyError, TypeError, RecursionError):
         if path.suffix == ".py":
             return Source(digest, *read(ast.parse(data)))
+        if path.suffix == ".ipynb":  # running it changes its outputs
+            cells = json.loads(data)["cells"]
+            code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+            return Source(sha256(repr(code).encode()).hexdigest()[:16], *read(code_of(code)[0]))
     return Source(digest)
 
 
-def read(code: ast.AST) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The modules that code may import, and its strings.
+def parse(source: str) -> ast.Module:
+    """Raises SyntaxError for anything that is not Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(source)
+        except (ValueError, RecursionError, MemoryError) as e:
+            raise SyntaxError(f"is not Python: {e}", (None, 1, None, None)) from e
+
+
+def code_of(sources: Iterable[str]) -> tuple[ast.Module, str]:
+    """Cells as one module, without their magics, but for what these run and the words in them; of a
+    cell that is not Python, the lines that are, and its words. And the rest: magics, and the cells
+    that are not Python."""
+    body, lines = list[ast.stmt](), list[str]()
+    for source in sources:
+        plain = _MAGIC.sub(_as_import, source)
+        lines += [line for _, line in _MAGIC.findall(source)]
+        try:
+            body += parse(plain).body
+        except SyntaxError:
+            lines.append(source)
+            for line in plain.splitlines():
+                with suppress(SyntaxError):
+                    body += parse(line.strip()).body
+    rest = "\n".join(lines)
+    words = re.findall(r"[^\s\"'`;|&<>()]+", _WRITTEN.sub(" ", rest))
+    return ast.Module([*body, *(ast.Expr(ast.Constant(word)) for word in words)], []), rest
+
+
+def _as_import(magic: re.Match[str]) -> str:
+    loads = _LOADS.match(magic[2])
+    return magic[1] + (f"import {loads[1]}" if loads else "pass")
+
+
+def read(code: ast.AST) -> tuple[tuple[str, ...], frozenset[str], frozenset[str]]:
+    """The modules that code may import, its strings, and those that may name what it reads.
 
     Modules are dotted names, each with an attribute if one is imported (`specexp.api.load`);
     relative ones begin with dots. Attributes of specexp's packages count as modules
@@ -131,16 +200,46 @@ def read(code: ast.AST) -> tuple[tuple[str, ...], frozenset[str]]:
             for alias in node.names:
                 modules[base + alias.name] = None
                 meaning[alias.asname or alias.name] = base + alias.name
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            if ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
-                modules[str(node.args[0].value)] = None
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+            for value in (*node.args[:1], *(k.value for k in node.keywords if k.arg == "name")):
+                if isinstance(value, ast.Constant):
+                    modules[str(value.value)] = None
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
     for node in nodes:
         first, *rest = _dotted(node)
         if rest and (module := meaning.get(first, "")).partition(".")[0] == NAME:
             modules[".".join([module, *rest])] = None
-    return tuple(modules), frozenset(strings)
+    paths = {s for s in strings - _written(nodes) if len(s) < LONGEST and "\n" not in s}
+    return tuple(modules), frozenset(strings), frozenset(paths)
+
+
+def _called(node: ast.AST) -> str:
+    """The last name of the function that a call calls."""
+    function = getattr(node, "func", None)
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _written(nodes: Sequence[ast.AST]) -> set[str]:
+    """The strings that name what code writes, directly or as a variable: results, not causes."""
+    values, todo, texts = dict[str, list[ast.AST]](), list[ast.AST](), set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            values.setdefault(node.targets[0].id, []).append(node.value)
+        elif isinstance(node, ast.Call):
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            modes = (str(arg.value) for arg in given if isinstance(arg, ast.Constant))
+            opened = _called(node) == "open" and any(map(_TO_WRITE.fullmatch, modes))
+            if opened or _WRITING.fullmatch(_called(node)):
+                todo += [*given, *ast.iter_child_nodes(node.func)]
+    for node in todo:  # which grows
+        if isinstance(node, ast.Constant):
+            texts.add(str(node.value))
+        elif isinstance(node, ast.Name):
+            todo += values.pop(node.id, [])
+        elif isinstance(node, ast.BinOp) or _called(node) == "Path":
+            todo += ast.iter_child_nodes(node)
+    return texts
 
 
 def _running(code: ast.AST) -> Iterator[ast.AST]:
@@ -162,21 +261,34 @@ def _dotted(node: ast.AST) -> list[str]:
 # --- 2. from modules to files --------------------------------------------------------------------
 
 
-def _follow(modules: Iterable[str], finder: "_Finder") -> dict[Path, Source]:
-    """Every file that importing these modules may run."""
+def _follow(
+    modules: Iterable[str], finder: "_Finder", paths: Iterable[str] = ()
+) -> dict[Path, Source]:
+    """Every file that importing these modules may run, and what the notebook and these name."""
     found: dict[Path, Source] = {}
-    todo, seen = list(modules), set[str]()
-    while todo:
-        module = todo.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        todo += behind_public_names(module)
-        for path in finder.files(module):
-            if path not in found:
-                found[path] = source_of(path)
-                todo += _imported_by(path, found[path], finder)
+    todo, seen, files = list(modules), set[str](), [*finder.named_in(paths, finder.folder)]
+    while todo or files:
+        if not files and (module := todo.pop()) not in seen:
+            seen.add(module)
+            todo += behind_public_names(module)
+            files += finder.files(module)
+        if files and (path := files.pop()) not in found:
+            found[path] = source = source_of(path)
+            todo += _imported_by(path, source, finder)
+            if not path.is_relative_to(PACKAGE):
+                files += finder.named_in(source.paths, path.parent)
     return found
+
+
+def places(texts: Iterable[str], *folders: Path) -> Iterator[Path]:
+    """Where what these texts name would be, from these folders."""
+    outside = (os.path.abspath(results.root()), *SYSTEM)
+    for text in sorted(texts):
+        for bare in filter(None, dict.fromkeys((text, _PLACE.sub(r"\1", text)))):
+            for folder in dict.fromkeys(folders):
+                path = Path(os.path.normpath(os.path.join(folder, bare)))
+                if not any(map(path.is_relative_to, outside)):
+                    yield path
 
 
 def _imported_by(path: Path, source: Source, finder: "_Finder") -> list[str]:
@@ -221,6 +333,7 @@ class _Finder:
 
     def __init__(self, folder: Path, named: Set[str]) -> None:
         self.folder, self.named = folder, named
+        self.paths: list[Path] = []  # folders that code names, or of scripts that it names
         self._roots: dict[str, Path] = {}  # the folder from which a top-level module is imported
 
     def files(self, module: str) -> Iterator[Path]:
@@ -238,20 +351,34 @@ class _Finder:
         if path.is_relative_to(PACKAGE):
             return PACKAGE.parent
         roots = (f for f in (self.folder, *self._roots.values()) if path.is_relative_to(f))
-        return max(roots, key=lambda root: len(root.parts))
+        return max(roots, key=lambda root: len(root.parts), default=path.parent)
+
+    def named_in(self, texts: Iterable[str], folder: Path) -> Iterator[Path]:
+        """The files and models that these texts, in code of this folder, name."""
+        for path in islice(filter(os.path.exists, places(texts, self.folder, folder)), MOST):
+            if os.path.isfile(path) or os.path.isfile(path / "config.json"):
+                self.paths += [path.parent] if path.suffix == ".py" else []
+                yield path
+            elif os.path.isdir(path) and not _INSTALLED & {*path.parts}:
+                self.paths.append(path)
 
     def name(self, path: Path) -> str:
         """A file's name in a key."""
         root = self.root_of(path)
-        mark = "" if root in (PACKAGE.parent, self.folder) else ELSEWHERE
-        return path.relative_to(root).as_posix() + mark
+        if root in (PACKAGE.parent, self.folder):
+            return path.relative_to(root).as_posix()
+        if root in self._roots.values() and root not in self.paths and path.is_file():
+            return path.relative_to(root).as_posix() + ELSEWHERE
+        apart = os.path.commonpath([path, self.folder]) == os.sep
+        return str(path) if apart else os.path.relpath(path, self.folder)
 
     def _root(self, top: str) -> Path:
         """The folder from which a top-level module is imported; the notebook's, where it has no
         files, if it does not count."""
         if top not in self._roots:
-            self._roots[top] = self.folder
-            if top not in sys.stdlib_module_names and not any(_files(top, self.folder)):
+            near = [f for f in (self.folder, *self.paths) if any(_files(top, f))]
+            self._roots[top] = near[0] if near else self.folder
+            if top not in sys.stdlib_module_names and not near:
                 with suppress(ImportError, ValueError):
                     spec = importlib.util.find_spec(top)
                     file = Path(spec.origin) if spec and spec.origin else None
@@ -265,8 +392,9 @@ def _files(module: str, folder: Path) -> Iterator[Path]:
     """The files that importing a module from a folder runs; none of a module that is not there."""
     for part in module.split("."):
         folder /= part
-        if (path := folder / "__init__.py").is_file() or (path := Path(f"{folder}.py")).is_file():
-            yield path
+        names = ("/__init__.py", *EXTENSION_SUFFIXES, ".py")
+        if path := next((p for end in names if os.path.isfile(p := f"{folder}{end}")), ""):
+            yield Path(path)
         elif not folder.is_dir():
             return
 

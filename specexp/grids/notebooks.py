@@ -5,13 +5,11 @@ lines that it does not understand, keeps the last of two equal names and knows n
 """
 
 import ast
-import contextlib
 import hashlib
 import json
 import keyword
 import math
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +26,6 @@ _HOW_TO_TAG = (
     "in JupyterLab select the cell, open the Property Inspector (the gears at the right) and add "
     "the cell tag `parameters`"
 )
-_RUN = re.compile(r"%run\s+(?:-\w+\s+)*[\"']?((?:\w+/)*\w+)\.py\b")
-_MAGIC = re.compile(r"^([ \t]*)((?:[\w, ]+=[ \t]*)?[%!?].*|.*\?)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -63,9 +59,9 @@ class Parameter:
 @dataclass(frozen=True)
 class Notebook:
     """`reads`: the names that the other cells read, or None if they may read any. `digest`: of the
-    sources of the code cells, not of output, metadata or prose. `imports`, `strings`: in its code,
-    without the defaults of parameters (`imports.read`). `timed`: it may measure time; false if its
-    metadata say {"specexp": {"timed": false}}."""
+    sources of the code cells, not of output, metadata or prose. `imports`, `strings`, `paths`: in
+    its code, without the defaults of parameters (`imports.read`). `timed`: it may measure time;
+    false if its metadata say {"specexp": {"timed": false}}."""
 
     path: Path
     parameters: dict[str, Parameter]
@@ -73,6 +69,7 @@ class Notebook:
     digest: str
     imports: tuple[str, ...] = ()
     strings: frozenset[str] = frozenset()
+    paths: frozenset[str] = frozenset()
     timed: bool = True
 
 
@@ -89,13 +86,13 @@ def read(path: Path) -> Notebook:
     digest = digest_of(source for source, _ in cells)
     about = metadata.get("specexp")
     timed = not (isinstance(about, dict) and about.get("timed") is False)
-    code, rest = _code(source for source, tags in cells if "parameters" not in tags)
+    code, rest = imports.code_of(source for source, tags in cells if "parameters" not in tags)
     return Notebook(path, parameters, _names(code, rest), digest, *imports.read(code), timed)
 
 
 def modules_of(paths: Iterable[Path]) -> tuple[str, ...]:
     """The modules that notebooks may import, with what stands behind specexp's public names."""
-    codes = (_code(source for source, _ in _cells(path)[0])[0] for path in paths)
+    codes = (imports.code_of(source for source, _ in _cells(path)[0])[0] for path in paths)
     names = (name for code in codes for name in imports.read(code)[0])
     full = (part for name in names if name[0] != "." for part in imports.behind_public_names(name))
     return tuple(dict.fromkeys(full))
@@ -196,7 +193,7 @@ def _cells(path: Path) -> tuple[list[tuple[str, list[str]]], dict[str, Any]]:
 
 def _parameters(source: str, where: str) -> dict[str, Parameter]:
     try:
-        lines = _parse(source).body
+        lines = imports.parse(source).body
     except SyntaxError as e:
         raise UserError(f"{where} {e.lineno}: {e.msg}") from e
     problems, parameters = [], {}
@@ -242,38 +239,6 @@ def _items(default: Any) -> type | None:
     if kinds == {int, float}:
         return float
     return kinds.pop() if len(kinds) == 1 else None
-
-
-def _parse(source: str) -> ast.Module:
-    """Raises SyntaxError for anything that is not Python."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return ast.parse(source)
-        except (ValueError, RecursionError, MemoryError) as e:
-            raise SyntaxError(f"is not Python: {e}", (None, 1, None, None)) from e
-
-
-def _code(sources: Iterable[str]) -> tuple[ast.Module, str]:
-    """Cells as one module, without their magics, but for the files that `%run` runs; of a cell that
-    is not Python, the lines that are. And the rest: magics, and the cells that are not Python."""
-    body, rest = list[ast.stmt](), list[str]()
-    for source in sources:
-        plain = _MAGIC.sub(_as_import, source)
-        rest += [line for _, line in _MAGIC.findall(source)]
-        try:
-            body += _parse(plain).body
-        except SyntaxError:
-            rest.append(source)
-            for line in plain.splitlines():
-                with contextlib.suppress(SyntaxError):
-                    body += _parse(line.strip()).body
-    return ast.Module(body, []), "\n".join(rest)
-
-
-def _as_import(magic: re.Match[str]) -> str:
-    run = _RUN.match(magic[2])
-    return magic[1] + (f"import {run[1].replace('/', '.')}" if run else "pass")
 
 
 def _names(code: ast.Module, rest: str) -> frozenset[str] | None:

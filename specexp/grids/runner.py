@@ -314,7 +314,7 @@ class Work:
             self.board.say(f"{n} results get the new name of their notebook or experiment")
         try:
             gaps = presence.find_gaps(shown)
-            for folder in gaps.vanished:
+            for folder in (*gaps.vanished, *gaps.bare):
                 with results.claim(results.key_of(folder)) as ours:
                     if ours:
                         presence.unmark(folder)

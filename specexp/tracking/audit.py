@@ -23,6 +23,7 @@ ENDED = ("FINISHED", "FAILED", "KILLED")
 READABLE = "MLflow can be read"
 PAUSE_S = 0.3
 _REBUILD = ": run `specexp store rebuild`"
+_OR_REBUILD = ": run its grid again, or `specexp store rebuild`"
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,13 @@ def _look() -> list[Invariant]:
     runs = {key: each for key, each in shown.items() if key not in busy}
     gone = {*gaps.deleted, *gaps.failures}
     publishable = [path for path in failed if track.publishable(path)]
+    bare = [f for f in gaps.bare if store.key_of(f) not in busy]
+    without = [f"{f.parent.name}/{f.name}: MLflow lacks its files{_OR_REBUILD}" for f in bare]
     return [
         *invariants,
         Invariant("results are in MLflow once and equal", len(results),
-                  [*_unequal_results(results, gone, runs)], replace(gaps, vanished=[]).lines()),
+                  [*_unequal_results(results, gone, runs), *without],
+                  replace(gaps, vanished=[], bare=[]).lines()),
         Invariant("failed points are in MLflow as failures", len(publishable),
                   [*_unequal_failures(publishable, failed, gone, results, runs)]),
         Invariant("runs in MLflow have ended", sum(map(len, shown.values())), [*_unended(runs)]),

@@ -73,12 +73,13 @@ class StoreCorrupt(UserError):
 @dataclass(frozen=True)
 class State:
     """Where a run is in MLflow (`names_of` its experiment), whether it was deleted there, how it
-    ended, and some tags."""
+    ended, some tags, and where a database says its artifacts are."""
 
     experiment: tuple[str, ...]
     deleted: bool
     status: str
     tags: dict[str, str]
+    artifacts: str = ""
 
 
 @dataclass(frozen=True)
@@ -265,12 +266,21 @@ class Backend:
                 below = inside.parent.as_posix().removeprefix(".") or None
                 get_artifact_repository(location, self.uri).log_artifact(str(path), below)
 
+    def lacks(self, location: str) -> bool:
+        """Whether the artifacts of a run at this location were kept here and are gone."""
+        folder = artifacts_of(self, location)
+        try:
+            return folder is not None and not os.listdir(folder)
+        except OSError as e:
+            return isinstance(e, FileNotFoundError)
+
 
 def _states(backend: Backend, experiments: Set[str], tags: Sequence[str]) -> dict[str, State]:
     import sqlalchemy
 
     query = sqlalchemy.text(
-        "SELECT r.run_uuid, e.name, m.value, r.lifecycle_stage, r.status, t.key, t.value "
+        "SELECT r.run_uuid, e.name, m.value, r.lifecycle_stage, r.status, r.artifact_uri, "
+        "t.key, t.value "
         "FROM runs r JOIN experiments e ON e.experiment_id = r.experiment_id "
         "LEFT JOIN experiment_tags m ON m.experiment_id = e.experiment_id AND m.key = :made_as "
         "LEFT JOIN tags t ON t.run_uuid = r.run_uuid AND t.key IN :tags "
@@ -283,8 +293,8 @@ def _states(backend: Backend, experiments: Set[str], tags: Sequence[str]) -> dic
     states: dict[str, State] = {}
     engine = sqlalchemy.create_engine(backend.uri, poolclass=sqlalchemy.pool.NullPool)
     with engine.connect() as connection:
-        for run, name, made_as, stage, status, key, value in connection.execute(query):
-            state = State((name, made_as or name), stage == "deleted", status, {})
+        for run, name, made_as, stage, status, place, key, value in connection.execute(query):
+            state = State((name, made_as or name), stage == "deleted", status, {}, place or "")
             state = states.setdefault(run, state)
             if key:
                 state.tags[key] = value

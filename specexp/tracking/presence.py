@@ -21,18 +21,21 @@ FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the n
 class Gaps:
     """What MLflow lacks of what was published. `vanished`: folders marked as published without a
     whole run under their name; `deleted`: results whose run somebody deleted in MLflow; `failures`:
-    failed attempts whose run was deleted, by somebody or for a later attempt."""
+    failed attempts whose run was deleted, by somebody or for a later attempt; `bare`: folders whose
+    run has lost its files."""
 
     vanished: Sequence[Path] = ()
     deleted: Sequence[Path] = ()
     failures: Sequence[Path] = ()
+    bare: Sequence[Path] = ()
 
     def lines(self, remedy: str = "this run") -> list[str]:
         """What is missing and what to do, a line each. `remedy`: what publishes it again."""
         lines = []
-        if self.vanished:
-            count = counted(len(self.vanished), "published run")
-            lines.append(f"MLflow lacks {count}, which {remedy} publishes again")
+        for folders, what in ((self.vanished, ""), (self.bare, "the files of ")):
+            if folders:
+                count = counted(len(folders), "published run")
+                lines.append(f"MLflow lacks {what}{count}, which {remedy} publishes again")
         if n := len(self.deleted):
             tags = [results.read(f / results.TAGS) for f in self.deleted[:3]]
             named = ", ".join(t.get("name", "") for t in tags) + ", ..." * (n > 3)
@@ -50,12 +53,13 @@ def find_gaps(named: Mapping[Path, ShownAs]) -> Gaps:
     if not marked or not runs.has_database():
         return Gaps()
     experiments = {experiment for folder in marked if (experiment := named[folder][0])}
-    shown = runs.backend().states(experiments, ("store", "published", "notebook"))
-    vanished, deleted, failures = list[Path](), list[Path](), list[Path]()
+    backend, named_by = runs.backend(), ("store", "published", "notebook", "run_key")
+    shown = backend.states(experiments, named_by)
+    vanished, deleted, failures, bare = list[Path](), list[Path](), list[Path](), list[Path]()
     store = results.store_id()
     for folder, run_ids in marked.items():
         experiment, notebook = named[folder]
-        tags = {"store": store, "published": "1", "notebook": notebook}
+        tags = dict(zip(named_by, (store, "1", notebook, results.key_of(folder)), strict=True))
         states = [shown.get(run_id) for run_id in run_ids]
         if any(state and state.deleted for state in states):
             (deleted if folder.parent.name == "results" else failures).append(folder)
@@ -65,7 +69,9 @@ def find_gaps(named: Mapping[Path, ShownAs]) -> Gaps:
             for state in states
         ):  # fmt: skip
             vanished.append(folder)
-    return Gaps(vanished, deleted, failures)
+        elif states[0] and backend.lacks(states[0].artifacts):  # the first one has the files
+            bare.append(folder)
+    return Gaps(vanished, deleted, failures, bare)
 
 
 def shown_as(folder: Path) -> ShownAs:
@@ -95,6 +101,8 @@ def unmark(folder: Path) -> None:
         with runs.backend().reaching(), contextlib.suppress(MlflowException):  # there is none
             run = client.get_run(run_id)
             shown = names_of(client.get_experiment(run.info.experiment_id))
+            if "run_key" not in run.data.tags:  # somebody deleted it
+                client.set_tag(run_id, "run_key", results.key_of(folder))
             ours = run.data.tags.get("run_key") == results.key_of(folder)
             if ours and renamed.get("experiment", shown[0]) not in shown:
                 client.delete_run(run_id)

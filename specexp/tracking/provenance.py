@@ -23,6 +23,10 @@ PACKAGES = ("specexp", "torch", "transformers")
 COMPUTING = (
     "torch", "transformers", "tokenizers", "numpy", "scipy", "triton", "torchao", "gguf",
     "sentencepiece", "tiktoken", "jinja2", "pandas",
+    # of quantised weights, and kernels that transformers takes if they are installed
+    "compressed-tensors", "bitsandbytes", "gptqmodel", "hqq", "auto-round", "optimum",
+    "optimum-quanto", "causal-conv1d", "mamba-ssm", "flash-linear-attention", "fla-core",
+    "flash-attn", "kernels",
 )  # fmt: skip
 SWITCHES = ("SPECEXP_NATIVE", "SPECEXP_GRAPHS", "SPECEXP_FAST")
 # Variables that choose kernels of libraries or divide their sums, and so decide the last digits of

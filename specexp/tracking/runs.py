@@ -315,16 +315,19 @@ def _publish(folder: Path) -> list[str]:
         if status != "FINISHED" and succeeded and run.info.end_time > ended:
             return [str(run.info.run_id)]
     same = {
-        rival_of(run): str(run.info.run_id)
+        rival_of(run): run
         for run in before
         if is_whole(run) and run.data.tags.get("attempt") == tags["attempt"]
     }
     run_ids: list[str] = []
     for rival, part in results.runs_in(record).items():
         named = mlflow_view.run_tags(tags, record["params"], rival)
-        if run_id := same.get(rival):  # its store or name may be another one now
+        if old := same.get(rival):  # its store or name may be another one now, or its files gone
+            run_id = str(old.info.run_id)
             store.client.update_run(run_id, name=named.pop("name", None))
             store.client.log_batch(run_id, tags=[RunTag(n, text) for n, text in named.items()])
+            if not run_ids and store.lacks(old.info.artifact_uri):
+                store.put(old.info.artifact_uri, folder, _files_of(folder))
         else:
             run_id = _create_run(folder, experiment, status, named, part, *run_ids[:1])
         run_ids.append(run_id)
@@ -356,12 +359,17 @@ def _create_run(
         mlflow.set_experiment_tag(experiment, mlflow_view.VIEW_TAG, view)
     for at in range(0, max(len(metrics), 1), 1000):
         mlflow.log_batch(run.info.run_id, metrics[at : at + 1000], params if at == 0 else [])
-    added = set() if main else {*folder.glob(f"{results.MARKER}*"), folder / results.NEW_NAMES}
-    kept = [] if main else [path for path in results.files_in(folder) if path not in added]
-    backend().put(run.info.artifact_uri, folder, kept)
+    if not main:
+        backend().put(run.info.artifact_uri, folder, _files_of(folder))
     mlflow.set_terminated(run.info.run_id, status, ended)
     mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
     return str(run.info.run_id)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """What is shown of a folder: all but what was added when it had been published."""
+    added = {*folder.glob(f"{results.MARKER}*"), folder / results.NEW_NAMES}
+    return [path for path in results.files_in(folder) if path not in added]
 
 
 def supersede(experiment: str, current: Collection[tuple[str, str]]) -> None:

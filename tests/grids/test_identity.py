@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def files(notebook: Path, **params) -> dict[str, str]:
     """The files in the key of a notebook's point: name -> digest."""
     read = notebooks.read(notebook)
     named = imports.named_by({n: p.default for n, p in read.parameters.items()} | params)
-    return imports.closure(read.imports, read.strings, notebook.parent, named)
+    return imports.closure(read.imports, read.strings, notebook.parent, named, read.paths)
 
 
 def edit(path: Path) -> None:
@@ -184,6 +185,155 @@ def test_modules_beside_the_notebook_are_in_the_key(tmp_path):
         before = files(own)
         edit(tmp_path / name)
         assert changes(before, files(own)) == {name}
+
+
+NAMED = {
+    "json": ("open('conf.json')", "conf.json"),
+    "csv": ("import pandas as pd\npd.read_csv('d.csv')", "d.csv"),
+    "text": ("from pathlib import Path\nPath('p.txt').read_text()", "p.txt"),
+    "prompts": ("from specexp.measure import prompts\nprompts.load('p.jsonl')", "p.jsonl"),
+    "weights": ("import torch\ntorch.load('m.pt')", "m.pt"),
+    "file below": ("open('data/d.csv')", "data/d.csv"),
+    "file elsewhere": ("open('../other/d.csv')", "../other/d.csv"),
+    "file behind a method": ("specexp.load('x', drafter='mine:./m.pt')", "m.pt"),
+    "exec": ("exec(open('run.py').read())", "run.py"),
+    "runpy": ("import runpy\nrunpy.run_path('run.py')", "run.py"),
+    "spec": ("import importlib.util as u\nu.spec_from_file_location('h', 'run.py')", "run.py"),
+    "process": ("subprocess.run(['python', 'run.py'])", "run.py"),
+    "import by keyword": ("importlib.import_module(name='run')", "run.py"),
+    "folder on the path": ("sys.path.append('lib')\nimport inlib", "lib/inlib.py"),
+    "folder above on the path": ("sys.path.append('../other')\nimport up", "../other/up.py"),
+    "extension": ("import fast", f"fast{EXTENSION_SUFFIXES[0]}"),
+    "shell": ("!python run.py --n=3 > out.txt", "run.py"),
+    "shell cell": ("%%bash\npython run.py", "run.py"),
+    "%run here": ("%run ./run.py", "run.py"),
+    "%run without its end": ("%run run", "run.py"),
+    "%run above": ("%run -i '../other/up.py' 3", "../other/up.py"),
+    "%run of a notebook": ("%run more.ipynb", "more.ipynb"),
+    "%load_ext": ("%load_ext run", "run.py"),
+}
+
+
+@pytest.mark.parametrize("how", NAMED)
+def test_file_that_code_names_is_in_the_key_and_fails_a_point_meanwhile(tmp_path, monkeypatch, how):
+    cell, name = NAMED[how]
+    home = tmp_path / "home"
+    for file in {name for _, name in NAMED.values()}:
+        (home / file).parent.mkdir(parents=True, exist_ok=True)
+        (home / file).write_text("")
+    (home / "out.txt").write_text("")
+    write(home / "more.ipynb", "1")
+    write(home / "own.ipynb", cell)
+    before = load(home / "own.yaml", notebook="own.ipynb")
+    if name.endswith(".ipynb"):
+        write(home / name, "2")
+    else:
+        (home / name).write_text("x = 1")
+    after = load(home / "own.yaml", notebook="own.ipynb")
+    assert changes(before.identity.parts, after.identity.parts) == {name}
+    assert identity.changed_since(before) == f"{name} changed"
+    assert identity.changed_since(after) == ""
+
+
+def test_helper_and_notebook_that_code_names_are_followed(tmp_path):
+    for folder in ("lib", "deep"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "lib" / "run.py").write_text("import beside\nopen('a.json'), open('b.json')")
+    for name in ("lib/beside.py", "lib/a.json", "b.json", "c.json", "d.json", "other.py"):
+        (tmp_path / name).write_text("")
+    write(tmp_path / "more.ipynb", "import other\nopen('c.json')")
+    write(tmp_path / "own.ipynb", "%run lib/run.py\n%run more.ipynb")
+    wanted = {"lib/run.py", "lib/beside.py", "lib/a.json", "b.json", "c.json", "more.ipynb"}
+    before = files(tmp_path / "own.ipynb")
+    assert before.keys() == wanted | {"other.py"}
+    saved = json.loads((tmp_path / "more.ipynb").read_text())
+    for cell in saved["cells"]:
+        cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": ["1\n"]}]
+    (tmp_path / "more.ipynb").write_text(json.dumps(saved))
+    assert files(tmp_path / "own.ipynb") == before, "running a notebook changes no key"
+
+
+def test_name_of_a_named_file_is_the_same_wherever_the_checkout_is(tmp_path):
+    for home in (tmp_path / "a" / "home", tmp_path / "home"):
+        home.mkdir(parents=True)
+        (home.parent / "d.csv").write_text("")
+        own = write(home / "own.ipynb", "open('../d.csv'), open('/etc/passwd')")
+        assert files(own).keys() == {"../d.csv", "/etc/passwd"}
+
+
+def test_what_code_writes_and_folders_and_the_store_are_in_no_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "store"))
+    for folder in ("data", "store"):
+        (tmp_path / folder).mkdir()
+    for name in ("a.csv", "b.json", "c.png", "d.txt", "e.txt", "f.py", "data/g", "store/x.json"):
+        (tmp_path / name).write_text("")
+    cell = (
+        "from pathlib import Path\n%%writefile f.py\nOUT = Path('data') / 'a.csv'\nOUT = 'a.csv'\n"
+        "frame.to_csv(OUT), json.dump(x, open('b.json', 'w')), figure.savefig(fname='c.png')\n"
+        "Path('d.txt').write_text('1'), Path('e.txt').open(mode='a')\n!ls >data/g 2> data/g\n"
+        "open('store/x.json'), open('/proc/meminfo'), load('Qwen/Qwen3-8B'), os.listdir('data')"
+    )
+    assert files(write(tmp_path / "own.ipynb", cell)) == {}
+    both = "pd.read_csv('a.csv').to_csv('c.png')"
+    assert files(write(tmp_path / "own.ipynb", both)).keys() == {"a.csv"}
+
+
+def test_model_that_code_names_is_in_the_key(tmp_path, tiny_folders):
+    shutil.copytree(tiny_folders[1], tmp_path / "mine")
+    for cell in ("import helper", "specexp.load('./mine+int8')", "load(drafter='eagle:mine')"):
+        (tmp_path / "helper.py").write_text("import specexp\nspecexp.load('mine')")
+        write(tmp_path / "own.ipynb", cell)
+        before = load(tmp_path / "own.yaml", notebook="own.ipynb")
+        with (tmp_path / "mine" / "model.safetensors").open("ab") as file:
+            file.write(b"1")
+        after = load(tmp_path / "own.yaml", notebook="own.ipynb")
+        assert changes(before.identity.parts, after.identity.parts) == {"models"}
+        assert identity.changed_since(before) == "models changed"
+
+
+def test_huge_or_unreadable_file_that_code_names_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(imports, "HUGE", 10)
+    own = write(tmp_path / "own.ipynb", "open('huge'), open('pipe'), open('locked'), open('x\\0')")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "huge").write_bytes(bytes(11))
+    (tmp_path / "locked").write_text("")
+    real = imports.digest_of
+
+    def digest(path):
+        if path.name != "locked":
+            return real(path)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(imports, "digest_of", digest)
+    before = files(own)
+    assert before["locked"] == "cannot be read: Permission denied"
+    os.utime(tmp_path / "huge", ns=(1, 1))
+    assert changes(before, files(own)) == {"huge"}
+
+
+@pytest.mark.parametrize("name", ["data/new.json", "helpers.json", "mine/config.json"])
+def test_named_file_that_appears_is_noticed_whatever_was_known(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for folder in ("home/data", "home/mine"):
+        (tmp_path / folder).mkdir(parents=True)
+    home = tmp_path / "home"
+    (home / "helper.py").write_text("open('helpers.json')")
+    cell = "import helper\nopen('data/new.json'), load('mine')"
+    read = notebooks.read(write(home / "own.ipynb", cell))
+    time.sleep(2 * known.TICK / 1e9)
+    before = identity.files_of({}, read, Known(on_disk=True))
+    assert list((tmp_path / "cache").rglob("*.json")), "it was kept"
+    (home / name).write_text("{}")
+    after = identity.files_of({}, read, Known(on_disk=True))
+    assert changes(before, after) == {name.removesuffix("/config.json")}
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", "compressed-tensors", "optimum-quanto"])
+def test_library_of_quantised_weights_is_in_the_key_where_it_is_installed(monkeypatch, package):
+    before, real = provenance.machine("cpu", timed=False)["versions"], provenance.version
+    assert package not in before
+    monkeypatch.setattr(provenance, "version", lambda n: "1.5" if n == package else real(n))
+    assert provenance.machine("cpu", timed=False)["versions"] == f"{before}, {package} 1.5"
 
 
 def test_own_module_on_the_path_is_in_the_key_and_an_installed_one_is_not(tmp_path, monkeypatch):

@@ -2,12 +2,13 @@
 renamed appears under its new name, and nothing of a notebook stands for the runner's own."""
 
 import json
+import shutil
 import sqlite3
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from support.stores import METRICS, active, go, run_of
+from support.stores import METRICS, active, go, run_of, shown
 
 from specexp.errors import UserError
 from specexp.grids import progress, runner
@@ -33,7 +34,13 @@ def half_a_run(store):
     runs.client().update_run(run_of(result), status="RUNNING")
 
 
+def tag_deleted(store):
+    [result, _] = sorted((store / "results").iterdir())
+    runs.client().delete_tag(run_of(result), "run_key")
+
+
 LOSSES = {
+    "key deleted in the UI": (tag_deleted, 1),
     "older database": (older_database, 3),
     "id emptied": (emptied_id, 3),
     "run that never ended": (half_a_run, 1),
@@ -56,6 +63,29 @@ def test_runs_that_mlflow_lost_are_published_again(store, written, how):
     assert len(runs.runs()) == 2
     assert audit.problems() == []
     assert presence.find_gaps(progress.shown_as(todo)).lines() == []
+
+
+@pytest.mark.parametrize("what", ["all", "run"])
+def test_files_that_mlflow_lost_are_published_again(store, written, what):
+    todo = written(1, 2, 13)
+    assert go(todo)[0] == 1
+    before, artifacts = shown(), runs.backend().artifacts
+    [run] = [run for run in active() if run.data.tags["run_key"] == todo[0].run_key]
+    shutil.rmtree(artifacts if what == "all" else next(artifacts.glob(f"*/{run.info.run_id}")))
+    count = "3 published runs" if what == "all" else "1 published run"
+    line = f"MLflow lacks the files of {count}, which"
+    assert presence.find_gaps(progress.shown_as(todo)).lines("X") == [f"{line} X publishes again"]
+    broken = audit.problems()
+    assert len(broken) == (3 if what == "all" else 1)
+    lacking = "MLflow lacks its files: run its grid again, or `specexp store rebuild`"
+    assert f"results/{todo[0].run_key}: {lacking}" in broken
+    code, text = go(todo)
+    assert code == 1
+    assert f"{line} this run publishes again" in text
+    assert "0 of 3 points to run" in text
+    assert shown() == before
+    assert audit.problems() == []
+    assert "lacks" not in go(todo)[1]
 
 
 @pytest.mark.parametrize("what", ["run", "experiment"])
