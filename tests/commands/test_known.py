@@ -162,7 +162,7 @@ def test_what_mlflow_shows_is_looked_up_without_importing_it(filled):
         "import sys; from specexp.tracking import presence, results; "
         "folders = results.listed('results'); assert len(folders) == 3; "
         "gaps = presence.find_gaps({f: presence.shown_as(f) for f in folders}); "
-        "assert gaps == presence.Gaps([], [], []); print(*sys.modules)"
+        "assert gaps == presence.Gaps([], [], [], []); print(*sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not HEAVY & set(ran.stdout.split())
