@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -46,6 +46,9 @@ _FILES = (
 def digest(value: Any) -> str:
     """16 hexadecimal digits of a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_DATA = re.compile(r"(?!.*\.(py|ipynb|so|pyd)\b).*\..*")  # among parts, a file that is no code
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +125,10 @@ def facts_of_model(source: str) -> Answer:
 
         cached = try_to_load_from_cache(bare, "config.json")
         return [source, Path(cached).parent.name if isinstance(cached, str) else bare], None
-    found = {f for pattern in _FILES for f in folder.glob(pattern)} | _weights(folder)
-    files = {f for f in found if f.is_file()}
+    files = {f for pattern in _FILES for f in folder.glob(pattern) if f.is_file()}
     contents = {str(f.relative_to(folder)): digest_of(f) for f in files}
     large = [READ_WHOLE] if any(map(_is_large, files)) else []
     return [folder.name + how, digest(contents), *large], with_contents(folder)
-
-
-def _weights(folder: Path) -> set[Path]:
-    """The files of weights, of any name, that the indexes and the configuration of a model name."""
-    from specexp.models.servable import inside
-
-    names: list[Any] = []
-    for file in (folder / "config.json", *folder.glob("*.index.json")):
-        with suppress(OSError, ValueError, AttributeError):  # loading it will say what is wrong
-            described = json.loads(file.read_bytes())
-            names += described.get("weight_map", {}).values()
-            names.append(described.get("transformers_weights"))
-    return {folder / name for name in names if inside(name)}
 
 
 def _is_large(path: Path) -> bool:
@@ -174,14 +163,16 @@ def _parts(
 
 
 def changed_since(point: Point) -> str:
-    """Which parts of a point's identity changed since its grid was loaded, in words; "" if none."""
+    """Which parts of a point's identity changed since its grid was loaded, in words; "" if none.
+    Data that was not there then may be what the point itself fetched."""
     before = point.identity
     try:
         read, together = notebooks.read(point.notebook), point.together
         now = _parts(point.params, read, before.models, before.data, together, Known())
     except (UserError, OSError) as e:
         return first_line(e)
-    return why_new(now, before.parts)
+    there = {n: d for n, d in now.items() if n in before.parts or not _DATA.fullmatch(n)}
+    return why_new(there, before.parts)
 
 
 def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ MOST = {
     re.compile("n_layer|attention_types|.*(layers|depths?|blocks|stages|_replace)"): 4096,
     re.compile("n_head|.*(heads|experts|codebooks|quantizers|inputs|cycles|ngram|labels)"): 32768,
 }
+WEIGHTS = "weights are *.safetensors of the folder itself"
 EXPERTS = "eager", "batched_mm", "grouped_mm"  # others fetch what they run
 FETCHED = {"eetq", "fbgemm_fp8", "metal"}  # methods of quantisation whose kernels are on a hub
 SIZES = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"}
@@ -47,9 +48,8 @@ def check_files(folder: Path) -> None:
         with refusing(f"cannot read {index}"):
             named = set(json.loads(index.read_bytes())["weight_map"].values())
         for file in sorted(map(str, named)):
-            if not inside(file) or not file.endswith(".safetensors"):
-                what = "weights are *.safetensors of the folder itself"
-                raise UserError(f"{index} names {file!r}: {what}")
+            if not _holds_weights(file):
+                raise UserError(f"{index} names {file!r}: {WEIGHTS}")
 
 
 def check_count(folder: Path, layers: int) -> None:
@@ -92,10 +92,14 @@ def check_config_json(described: dict[str, Any], source: str) -> None:
         elif (most := _most(name)) < max(_integers(value), default=0):
             what = "layers" if re.fullmatch("n_layer|.*layers", name) else "of them"
             wrong = f"no model has more than {most:.0f} {what}"
-        elif name == "transformers_weights" and not inside(value):
-            wrong = "weights are files of the folder itself"
+        elif name == "transformers_weights" and not _holds_weights(value):
+            wrong = WEIGHTS
         if wrong:
             raise UserError(f"{source}: config.json has {path} {value!r:.80}: {wrong}")
+
+
+def _holds_weights(file: Any) -> bool:
+    return inside(file) and file.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def inside(file: Any) -> bool:

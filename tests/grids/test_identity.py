@@ -235,6 +235,18 @@ def test_file_that_code_names_is_in_the_key_and_fails_a_point_meanwhile(tmp_path
     assert identity.changed_since(after) == ""
 
 
+def test_data_that_a_point_fetches_fails_it_not_but_code_does(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    write(home / "own.ipynb", "fetch('data.csv'), run('more.py')")
+    before = load(home / "own.yaml", notebook="own.ipynb")
+    (home / "data.csv").write_text("1")
+    assert identity.changed_since(before) == ""
+    assert load(home / "own.yaml", notebook="own.ipynb").run_key != before.run_key
+    (home / "more.py").write_text("1")
+    assert identity.changed_since(before) == "more.py changed"
+
+
 def test_helper_and_notebook_that_code_names_are_followed(tmp_path):
     for folder in ("lib", "deep"):
         (tmp_path / folder).mkdir()
@@ -477,11 +489,12 @@ class Case:
         whole = self.draft / "model.safetensors"
         shutil.copy(whole, self.draft / "2.safetensors")
         first, second, *rest = load_file(whole)
-        self.index(dict.fromkeys(rest, whole.name) | {first: "2.safetensors", second: "3.dat"})
-        for name in ("3.dat", "4.dat"):
+        third, fourth = "3.safetensors", "4.safetensors"
+        self.index(dict.fromkeys(rest, whole.name) | {first: "2.safetensors", second: third})
+        for name in (third, fourth):
             shutil.copy(whole, self.draft / name)
         config = json.loads((self.draft / "config.json").read_text())
-        self.write("draft/config.json", json.dumps(config | {"transformers_weights": "4.dat"}))
+        self.write("draft/config.json", json.dumps(config | {"transformers_weights": fourth}))
         self.fixed = {
             "target": models[0], "rivals": [str(self.draft)], "drafter": "ngram",
             "prompts": str(folder / "prompts.jsonl"), "max_new_tokens": 4,
@@ -539,8 +552,8 @@ TOKENS = {
     ),
     "weights": (lambda c: c.flip("draft/2.safetensors"), {"models"}),
     "index of weights": (lambda c: c.index({"x": "model.safetensors"}), {"models"}),
-    "weights of any name that an index has": (lambda c: c.flip("draft/3.dat"), {"models"}),
-    "weights of any name that config.json has": (lambda c: c.flip("draft/4.dat"), {"models"}),
+    "weights that an index has": (lambda c: c.flip("draft/3.safetensors"), {"models"}),
+    "weights that config.json has": (lambda c: c.flip("draft/4.safetensors"), {"models"}),
     "generation config": (lambda c: c.write("draft/generation_config.json", "{}"), {"models"}),
     "chat template": (lambda c: edit(c.draft / "chat_template.jinja"), {"models"}),
     "one of several chat templates": (

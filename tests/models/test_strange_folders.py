@@ -262,7 +262,7 @@ def test_kernels_of_a_hub_are_off_for_the_methods_that_are_served(folder, monkey
 def test_weights_that_a_config_names_outside_the_folder_are_refused(folder, refused, place):
     place = place.format(folder) if isinstance(place, str) else place
     edit(folder / "config.json", transformers_weights=place)
-    said = f"config.json has transformers_weights {place!r:.80}: weights are files of the folder"
+    said = f"config.json has transformers_weights {place!r:.80}: weights are *.safetensors of"
     assert said in refused(folder)
 
 
