@@ -23,6 +23,7 @@ help:            ## list the targets
 demo: $(STAMP)   ## install, run the demo grids, print the comparison (REAL=1: of a pretrained 135M)
 ifdef REAL
 	$(BIN)/specexp zoo fetch smollm2
+	$(BIN)/specexp zoo train --draft --target smollm2 --minutes 6
 	$(BIN)/specexp grid run notebooks/grids/real.yaml
 else
 	$(BIN)/specexp grid run notebooks/grids/demo_*.yaml

@@ -164,20 +164,23 @@ def _train_draft(
     source = f"{asked}{', in its chat' if chats else ''}"
     kept = f"{layers} of {counted(L, 'layer')}"
     name = Path(target).name
-    opt.say(f"{name}: {kept}; {source}")
+    opt.say(f"{name}: {kept}; {source}; about {minutes:g} minutes")
 
     def agreement() -> str:
         card = json.loads((folder / "zoo.json").read_text())
         return f"{card['held_out']['answers']['agreement']:.0%}"
 
     folder = drafts.folder_of(name, layers, out)
-    if (folder / "zoo.json").exists():
-        opt.say(f"replaces {opt.relative(folder)} ({agreement()} there; --out DIR keeps both)")
     asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
-    drafts.train(
-        pairing.engine, pairing.tokenizer, name,
-        pairing.encode([p.text for p in asked]), layers, minutes, out, source=source,
-    )  # fmt: skip
+    ids = pairing.encode([p.text for p in asked])
+    if (folder / "zoo.json").exists():
+        digest = drafts.digest_of(pairing.target.module, ids, minutes)
+        if digest in (folder / "zoo.json").read_text():
+            opt.say(f"{opt.relative(folder)} is there already ({agreement()}); --minutes N trains "
+                    "it anew")  # fmt: skip
+            return
+        opt.say(f"replaces {opt.relative(folder)} ({agreement()} there; --out DIR keeps both)")
+    drafts.train(pairing.engine, pairing.tokenizer, name, ids, layers, minutes, out, source=source)
     opt.say(
         f"wrote {opt.relative(folder)}: in {agreement()} of places the target's most likely token; "
         f"use it as --drafter model:{opt.relative(folder)}"

@@ -309,8 +309,12 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
 
     tokens = probe(module)
     try:
-        base, head = module.model, module.lm_head.weight[:vocab]
-        fused = Fused(base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight)
+        base, ids = module.model, getattr(module.lm_head, "ids", None)
+        head = module.lm_head.weight[: vocab if ids is None else None]
+        fused = Fused(
+            base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight,
+            ids=ids, vocab=vocab,
+        )  # fmt: skip
         wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
     except Exception as e:  # what calls itself by a family's name may be anything
         return None, failure(e)

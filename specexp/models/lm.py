@@ -86,6 +86,31 @@ class Linear(nn.Linear):
         return product(x, self.weight, self.bias)
 
 
+class ShortHead(Linear):
+    """The rows `ids` of an LM head: the logits of all other tokens are -inf."""
+
+    ids: Tensor
+
+    def __init__(self, head: nn.Linear, ids: Sequence[int]) -> None:
+        super().__init__(head.in_features, len(ids), head.bias is not None, device="meta")
+        self.vocab = head.out_features
+        self.register_buffer("ids", torch.tensor(ids, device=head.weight.device), persistent=False)
+        for name, whole in head.named_parameters():
+            setattr(self, name, nn.Parameter(whole.detach()[self.ids], requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        everywhere = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
+        return everywhere.index_copy_(-1, self.ids, logits)
+
+
+def shorten_head(module: Any) -> None:
+    """Leave the LM head the tokens `draft_ids` of a draft's config, if it names any (FR-Spec: Zhao
+    et al. 2025, arXiv 2502.14856)."""
+    if ids := getattr(module.config.get_text_config(), "draft_ids", None):
+        module.set_output_embeddings(ShortHead(module.get_output_embeddings(), ids))
+
+
 @dataclass(frozen=True)
 class Unfused:
     """A transformers module whose linear layers are operations. `parts`: what stands for those of

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from specexp import fitting
 from specexp.errors import UserError, first_line, ran_out, refusing
 from specexp.models import int8, memory, recurrent
-from specexp.models.lm import LM, Unfused, network
+from specexp.models.lm import LM, Unfused, network, shorten_head
 from specexp.models.memory import gib, layers
 from specexp.models.servable import (
     cause,
@@ -387,6 +387,7 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
             ignore_mismatched_sizes=True,  # reported, as missing ones are, and refused below
             output_loading_info=True,
         )
+        shorten_head(module)
     except Exception as e:  # of the library that reads the weights: anything
         if isinstance(e, UserError) or ran_out(str(e)):
             raise

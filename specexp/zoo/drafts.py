@@ -1,9 +1,9 @@
 """A draft model made from the target: some of its layers, trained on the target's own answers.
 
-The draft keeps the target's tokenizer, embeddings, last norm and LM head, and a few of its layers,
-the first and the last among them. These learn the target's whole distribution (soft cross-entropy,
-as DistillSpec: Zhou et al. 2023, arXiv 2310.08461) on texts that the target wrote, sampled. A
-quarter of the time goes to writing them.
+The draft keeps the target's tokenizer, embeddings and last norm, the rows of its LM head for tokens
+that are frequent in the text, and a few of its layers, the first and the last among them. These
+learn the target's whole distribution (soft cross-entropy, as DistillSpec: Zhou et al. 2023, arXiv
+2310.08461) on texts that the target wrote, sampled. A quarter of the time goes to writing them.
 """
 
 import copy
@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 
 from specexp.engine import Engine
 from specexp.errors import UserError, counted, refusing
+from specexp.models.lm import shorten_head
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
-from specexp.zoo.train import Loss, fingerprint, fit, save, trained_on
+from specexp.zoo.train import Loss, fingerprint, fit, mixed, save, trained_on
 
 TEMPERATURE = 0.8  # of the answers
 ANSWER = 160  # tokens of an answer, at most
@@ -37,6 +38,7 @@ ASK = {"code": "Explain this code.\n\n", "prose": "What does this mean?\n\n",
        "records": "What is in these records?\n\n"}  # fmt: skip
 BATCH = 16  # answers that are written together
 LENGTH = 256  # tokens of a row
+WORDS = 8192  # tokens that a draft may draft, at most
 HELD_OUT = 16  # of the answers, one in so many is not trained on
 FEWEST = 20  # steps that a schedule needs
 _LAYER = re.compile(r"(?<=\.)(layers|h|blocks)\.(\d+)(?=\.)")
@@ -91,13 +93,16 @@ def logits_after(model: PreTrainedModel, batch: Tensor) -> Tensor:
 
 
 def loss_of(target: PreTrainedModel, draft: PreTrainedModel) -> Loss:
-    """Soft cross-entropy of a draft against its target, per token of a batch."""
+    """Soft cross-entropy of a draft against its target among the tokens that it may draft, per
+    token of a batch."""
+    ids = getattr(draft.config.get_text_config(), "draft_ids", [])
+    among = torch.tensor(ids, device=target.device) if ids else slice(None)
 
     def loss(batch: Tensor) -> Tensor:
-        with torch.autocast(target.device.type, torch.bfloat16):
+        with mixed(target.device.type):
             with torch.no_grad():
-                p = logits_after(target, batch).softmax(-1)
-            return F.cross_entropy(logits_after(draft, batch), p)
+                p = logits_after(target, batch)[:, among].softmax(-1)
+            return F.cross_entropy(logits_after(draft, batch)[:, among], p)
 
     return loss
 
@@ -128,6 +133,19 @@ def answered(engine: Engine, prompts: Sequence[list[int]], seconds: float, file:
     return [text.numpy() for text in state["documents"]]
 
 
+def frequent(documents: Documents, V: int) -> list[int]:
+    """The tokens most frequent in documents; none if a draft may draft all V."""
+    counts = np.bincount(np.concatenate(documents), minlength=V)[:V]
+    often = np.argsort(-counts, kind="stable")[:WORDS].tolist()
+    return sorted(often) if V > WORDS else []
+
+
+def digest_of(target: PreTrainedModel, prompts: Sequence[list[int]], minutes: float) -> str:
+    """Identifies what a draft is trained on, and for how long."""
+    what = f"{fingerprint(target)} {prompts} {minutes}"
+    return hashlib.sha256(what.encode()).hexdigest()[:12]
+
+
 def folder_of(name: str, layers: int, out: Path | None = None) -> Path:
     """Where a draft of so many layers of the model `name` is written."""
     return (out or shelf.store() / "zoo" / "drafts") / f"{name}-draft-{layers}"
@@ -144,11 +162,15 @@ def train(
     UserError if the answers are too few to learn from."""
     target, work = engine.target.module, work or shelf.store() / "zoo"
     draft = cut(target, layers)
-    digest = hashlib.sha256(f"{fingerprint(target)} {prompts} {minutes}".encode()).hexdigest()[:12]
+    digest = digest_of(target, prompts, minutes)
     file = work / f"{name}-draft-{digest}.pt"
     documents = answered(engine, prompts, 15 * minutes, file)
     held = documents[::HELD_OUT]
-    rows = Rows({"answers": [d for i, d in enumerate(documents) if i % HELD_OUT]})
+    learnt = [d for i, d in enumerate(documents) if i % HELD_OUT]
+    head = draft.get_output_embeddings()
+    draft.config.get_text_config().draft_ids = frequent(learnt, engine.target.vocab)
+    shorten_head(draft)
+    rows = Rows({"answers": learnt})
     batch = min(4, rows.tokens // LENGTH)
     if not batch:
         raise UserError(
@@ -156,14 +178,16 @@ def train(
             "or give more --text"
         )
     device, loss = str(target.device), loss_of(target, draft)
-    steps = _steps(loss, rows, Course((Phase(1, batch, LENGTH),)), device, 45 * minutes, file)
+    steps = _steps(loss, rows, Course((Phase(1, batch, LENGTH),)), device, 45 * minutes, file,
+                   f"steps of {layers} layers")  # fmt: skip
     draft.zero_grad(set_to_none=True)
     course = Course((Phase(steps, batch, LENGTH),), adam_lr=1e-3)
     losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, device != "cpu",
                  checkpoint_every=min(20, steps // 4), aim=(layers, digest))  # fmt: skip
     figures = {"answers": agreement(target, draft, held)}
-    answers = {"source": source, "answered": len(documents),
+    answers = {"source": source, "answered": len(documents), "digest": digest,
                "temperature": engine.sampling.temperature}  # fmt: skip
+    draft.set_output_embeddings(head)  # that of config.json; `shorten_head` takes its part again
     folder = folder_of(name, layers, out or work / "drafts")
     facts = {
         "name": folder.name, "role": "draft", "target": name,
@@ -179,18 +203,20 @@ def train(
     return folder
 
 
-def _steps(loss: Loss, rows: Rows, course: Course, device: str, seconds: float, file: Path) -> int:
-    """How many steps take so long, as timed once and kept beside the answers."""
+def _steps(
+    loss: Loss, rows: Rows, course: Course, device: str, seconds: float, file: Path, key: str
+) -> int:
+    """How many steps take so long, as timed once and kept beside the answers as `key`."""
     state = torch.load(file, weights_only=True)
-    if "steps" not in state:
+    if key not in state:
         batch, times = rows.batch(course, 0).to(device), []
         for _ in range(2):
             begin = time.perf_counter()
             loss(batch).backward()
             times.append(time.perf_counter() - begin)
-        state["steps"] = max(FEWEST, int(seconds / times[-1]))
+        state[key] = max(FEWEST, int(seconds / times[-1]))
         save(file, state)
-    return int(state["steps"])
+    return int(state[key])
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ from specexp.zoo.train import (
     continued,
     fingerprint,
     fit,
+    mixed,
     trained_on,
 )
 
@@ -78,7 +79,7 @@ def loss_of(predictions: Predictions, device: str) -> Loss:
     Tokens outside the draft vocabulary do not contribute."""
 
     def loss(batch: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
+        with mixed(device):
             parts = []
             for i, (logits, p) in enumerate(predictions(batch)):
                 log_q = logits.float().log_softmax(-1)
@@ -93,7 +94,7 @@ def accuracy(predictions: Predictions, rows: Tensor, device: str) -> list[float]
     """For each drafted position, how often the most likely token is the target's.
 
     rows [B, T + 1]; where there is a draft vocabulary, the target's most likely token in it."""
-    with torch.autocast(device, torch.bfloat16):
+    with mixed(device):
         same = (logits.argmax(-1) == p.argmax(-1) for logits, p in predictions(rows))
         return [float(hits.float().mean()) for hits in same]
 

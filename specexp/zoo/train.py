@@ -2,7 +2,8 @@
 
 A killed run resumes at its last checkpoint and ends with the same weights as an uninterrupted one:
 batches and learning rates depend on the step alone, and nothing else in the loop is random. Muon
-(Jordan et al. 2024, as in `torch.optim.Muon`) trains the hidden matrices, AdamW the rest.
+(Jordan et al. 2024, as in `torch.optim.Muon`) trains the hidden matrices, where the device
+multiplies bfloat16, and AdamW the rest.
 """
 
 import hashlib
@@ -38,6 +39,17 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 def can_compile(device: str) -> bool:
     return device != "cpu" or shutil.which("g++") is not None
+
+
+def multiplies_bfloat16(device: str) -> bool:
+    """Whether the device has instructions for it. A CPU without takes fifty times as long."""
+    can = torch.cpu.get_capabilities() if device == "cpu" else {"bf16": True}
+    return any(can.get(unit) for unit in ("bf16", "avx512_bf16", "amx_bf16"))
+
+
+def mixed(device: str) -> torch.autocast:
+    """Products in bfloat16, where the device multiplies it."""
+    return torch.autocast(device, torch.bfloat16, multiplies_bfloat16(device))
 
 
 def check_device(device: str) -> None:
@@ -142,10 +154,13 @@ def _optimizers(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if _MATRIX.search(name)]
     rest = [p for name, p in named.items() if not _MATRIX.search(name)]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=course.muon_lr, weight_decay=0.05),
-        torch.optim.AdamW(rest, lr=course.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices and multiplies_bfloat16(matrices[0].device.type):  # as Muon does
+        optimizers.append(torch.optim.Muon(matrices, lr=course.muon_lr, weight_decay=0.05))
+    else:
+        rest = [*matrices, *rest]
+    adam = torch.optim.AdamW(rest, lr=course.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizers.append(adam)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["full_lr"] = group["lr"]

@@ -22,6 +22,7 @@ from specexp.measure import parameters
 from specexp.measure.exactness import verdict
 from specexp.terminal import Terminal
 from specexp.trace import Trace
+from specexp.zoo import drafts
 
 
 @pytest.fixture
@@ -606,6 +607,30 @@ def test_trained_draft_says_what_it_replaces(run, tiny_folders, tmp_path, monkey
     code, out, err = run("zoo", "train", "--draft", "--target", tiny_folders[0], *asked)
     assert code == 0, err
     assert "(29% there; --out DIR keeps both)" in " ".join(out.split())
+
+
+def test_draft_trained_with_the_same_options_is_there_already(
+    run, tiny_folders, tmp_path, monkeypatch
+):
+    def train(engine, _, name, prompts, layers, minutes, out, **__):
+        trained.append(minutes)
+        digest = drafts.digest_of(engine.target.module, prompts, minutes)
+        card = {"held_out": {"answers": {"agreement": 0.29}}, "digest": digest}
+        folder = drafts.folder_of(name, layers, out)
+        folder.mkdir(exist_ok=True)
+        (folder / "zoo.json").write_text(json.dumps(card))
+        return folder
+
+    trained, there = [], []
+    monkeypatch.setattr("specexp.zoo.drafts.train", train)
+    (tmp_path / "asked.txt").write_text("def mean\n")
+    asked = ("--text", str(tmp_path / "asked.txt"), "--out", str(tmp_path), "--layers", "1")
+    for minutes in ("1", "1", "2"):
+        options = ("--draft", "--target", tiny_folders[0], *asked, "--minutes", minutes)
+        code, out, err = run("zoo", "train", *options)
+        assert code == 0, err
+        there.append("is there already (29%)" in " ".join(out.split()))
+    assert (there, trained) == ([False, True, False], [1, 2])
 
 
 def test_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):

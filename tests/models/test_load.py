@@ -54,6 +54,22 @@ def test_load_folder_of_safetensors(folder, dtype):
     assert (loaded.name, loaded.context, loaded.vocab) == ("mine", 128, 32)
 
 
+def test_draft_of_part_of_the_vocabulary_drafts_nothing_else(folder):
+    """Its logits are its module's with all others left out, in the fast passes and the plain."""
+    ids = [2, 3, 9, 30]
+    whole = load.load(folder, "mine", "float32", "cpu").module
+    tokens = torch.arange(1, 9)[None]
+    wanted = torch.full((1, 8, 32), -torch.inf)
+    with torch.no_grad():
+        wanted[..., ids] = whole(tokens, use_cache=False).logits[..., ids]
+        edit(folder, draft_ids=ids)
+        part = load.load(folder, "mine", "float32", "cpu")
+        assert torch.allclose(part.module(tokens, use_cache=False).logits, wanted, atol=1e-5)
+    edit(folder, draft_ids=[2, 99])
+    with pytest.raises(UserError, match="cannot load mine"):
+        load.load(folder, "mine", "float32", "cpu")
+
+
 def test_read_config_refuses_pickled_weights(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickled weights are refused"):

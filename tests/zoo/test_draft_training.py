@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 import specexp
 from specexp.errors import UserError
-from specexp.zoo import drafts, shelf
+from specexp.zoo import drafts, shelf, train
 
 TEXT = "def mean(values): return sum(values) / len(values)\n"
 
@@ -46,12 +47,14 @@ def test_cut_computes_what_the_target_does_without_the_other_layers():
 
 
 def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
-    """Killed in the middle, it goes on there; and another time finds all that was done."""
+    """Killed in the middle, it goes on there; and another time finds all that was done. It drafts
+    frequent tokens alone, and is an ordinary model to others."""
     monkeypatch.setattr(drafts, "LENGTH", 32)
+    monkeypatch.setattr(drafts, "WORDS", 200)
     pairing = specexp.load(str(folder), "plain", temperature=0.8)
     prompts = pairing.encode([TEXT[i:] for i in range(24)])
 
-    def train():
+    def trained():
         return drafts.train(pairing.engine, pairing.tokenizer, "mine", prompts, 2, 1e-3,
                             tmp_path / "out", tmp_path / "work", source="24 lines")  # fmt: skip
 
@@ -65,9 +68,9 @@ def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
     with monkeypatch.context() as first:
         first.setattr("specexp.zoo.train.save", killed)
         with pytest.raises(KeyboardInterrupt):
-            train()
+            trained()
     assert 0 < steps[0] < drafts.FEWEST
-    made = train()
+    made = trained()
     facts = json.loads((made / "zoo.json").read_text())
     assert (made.name, facts["role"], facts["target"]) == ("mine-draft-2", "draft", "mine")
     assert facts["layers"] == 2
@@ -75,15 +78,41 @@ def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
     answers = facts["trained"]["answers"]
     assert answers["answered"] in (16, 24)
     assert answers["source"] == "24 lines"
+    config = json.loads((made / "config.json").read_text())
+    assert (len(config["draft_ids"]), config["vocab_size"]) == (200, len(pairing.tokenizer))
+    module = AutoModelForCausalLM.from_pretrained(made)
+    assert module.lm_head.weight.shape[0] == len(pairing.tokenizer)
     loss = json.loads((tmp_path / "out/mine-draft-2/zoo.json").read_text())["trained"]["courses"]
     monkeypatch.setattr(shelf, "models", lambda _=None, own=shelf.models: own(tmp_path / "out"))
     fast = specexp.load(str(folder), gamma=2)
     assert fast.drafter == "mine-draft-2"
     plain = specexp.load(str(folder), "plain")
+    assert len(fast.engine.drafter.lm.module.lm_head.weight) == 200
     assert fast.generate(TEXT, 16).tokens == plain.generate(TEXT, 16).tokens
     monkeypatch.setattr(pairing.engine, "generate", None)  # nothing is left to write
-    train()
+    trained()
     assert json.loads((made / "zoo.json").read_text())["trained"]["courses"] == loss
+
+
+def test_frequent_tokens_come_first_and_then_the_low(monkeypatch):
+    monkeypatch.setattr(drafts, "WORDS", 4)
+    documents = [torch.tensor([7, 9, 7]).numpy(), torch.tensor([9, 5, 9]).numpy()]
+    assert drafts.frequent(documents, 12) == [0, 5, 7, 9]
+    assert drafts.frequent(documents, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "has", "mixed"),
+    [("cpu", {}, False), ("cpu", {"avx512_f": True, "avx512_bf16": False}, False),
+     ("cpu", {"avx512_bf16": True}, True), ("cuda", {}, True)],
+)  # fmt: skip
+def test_products_are_in_16_bits_only_where_there_is_an_instruction(
+    device, has, mixed, monkeypatch
+):
+    """Without one, a step of a draft of 135 million parameters took minutes."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    monkeypatch.setattr(torch, "autocast", lambda *args: args)
+    assert train.mixed(device) == (device, torch.bfloat16, mixed)
 
 
 def test_training_brings_the_draft_nearer(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specexp.errors import UserError
-from specexp.zoo import shelf, twins
+from specexp.zoo import naming, shelf, twins
 
 NAMES = ["target-10m", "target-exit-1m", "sibling-3m", "sibling-1m", "random-tiny"]
 HEADS = ["target-10m-medusa", "target-10m-eagle3"]
@@ -32,6 +32,13 @@ def test_unknown_model_name_gets_a_hint():
         shelf.default_draft("random-tiny")
     with pytest.raises(UserError, match="no medusa heads for 'random-tiny'; name one as medusa:"):
         shelf.default_draft("random-tiny", "medusa")
+
+
+def test_draft_that_is_not_there_is_one_command_away():
+    """In one line, before anything is loaded; of a target that is not there, too."""
+    command = "specexp zoo train --draft --target smollm2 --layers 3"
+    with pytest.raises(UserError, match=f"smollm2-draft-3 is not here yet: {command}$"):
+        naming.locate("smollm2-draft-3")
 
 
 def test_installed_package_says_how_to_get_the_zoo(tmp_path, monkeypatch):
