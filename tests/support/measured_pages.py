@@ -85,7 +85,7 @@ def results() -> str:
 
 
 def real() -> str:
-    """A pretrained model: the speedup of drafters that need no training; in 16 bits, the best."""
+    """A pretrained model: the speedup of its drafters; in 16 bits, the best."""
     device = load("real")["device"].replace("thread of 2 shared AMD EPYC cores", "EPYC thread")
     each, (best, *_) = (
         [
