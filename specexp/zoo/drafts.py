@@ -171,13 +171,13 @@ def train(
     draft.config.get_text_config().draft_ids = frequent(learnt, engine.target.vocab)
     shorten_head(draft)
     rows = Rows({"answers": learnt})
-    batch = min(4, rows.tokens // LENGTH)
+    device, loss = str(target.device), loss_of(target, draft)
+    batch = min(1 if device == "cpu" else 4, rows.tokens // LENGTH)  # few steps learn little
     if not batch:
         raise UserError(
             f"{max(0, rows.tokens)} tokens of answers are too few to learn from: raise --minutes, "
             "or give more --text"
         )
-    device, loss = str(target.device), loss_of(target, draft)
     steps = _steps(loss, rows, Course((Phase(1, batch, LENGTH),)), device, 45 * minutes, file,
                    f"steps of {layers} layers")  # fmt: skip
     draft.zero_grad(set_to_none=True)
