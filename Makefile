@@ -2,8 +2,6 @@
 PY   ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
 BIN  := $(VENV)/bin
-# One file in five is ever imported, and that compiles it.
-PIP   := python -m pip install --quiet --disable-pip-version-check --no-compile
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 export MLFLOW_DISABLE_TELEMETRY := true
 export TOKENIZERS_PARALLELISM := false
@@ -59,6 +57,6 @@ ui: $(STAMP)     ## open the MLflow UI on this machine
 $(STAMP):
 	$(PY) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "specexp needs Python 3.11 or newer; set PY=/path/to/python3.11")'
 	$(PY) -m venv $(VENV)
-	$(BIN)/$(PIP) "$$(head -n 1 constraints.txt)"
-	$(BIN)/$(PIP) -c constraints.txt -e ".[lab,dev,quant,ray,real]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(head -n 1 constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev,quant,ray,real]"
 	@rm -f $(VENV)/.installed-* && touch $@
