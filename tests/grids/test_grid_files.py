@@ -1102,6 +1102,7 @@ def test_mutated_shipped_grid_loads_or_names_its_problem(load, text):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @settings(max_examples=8_000, **FUZZ)
 @given(text=mutated(SEEDS))
 def test_many_mutated_grids_load_or_name_their_problems(load, text):
@@ -1109,6 +1110,7 @@ def test_many_mutated_grids_load_or_name_their_problems(load, text):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @settings(max_examples=2_000, **FUZZ)
 @given(text=mutated(SHIPPED))
 def test_many_mutated_shipped_grids_load_or_name_their_problems(load, text):
