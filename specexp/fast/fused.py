@@ -28,7 +28,7 @@ from specexp.fast.cpu import build, passes
 from specexp.fast.cpu.passes import Native
 from specexp.models import int8, lm
 from specexp.models.cache import SlotCache
-from specexp.models.lm import Network, product
+from specexp.models.lm import Network, among_all, product
 from specexp.models.memory import layers
 from specexp.models.servable import context_length
 from specexp.ops import kernel, op
@@ -246,10 +246,7 @@ class Fused:
             return None, hidden
         x = x if last is None else x.view(B, n, -1)[:, -last:].flatten(0, 1)
         logits = product(x, self.head, None).reshape(B, last or n, -1)
-        if self.ids is None:
-            return logits, hidden
-        everywhere = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
-        return everywhere.index_copy_(-1, self.ids, logits), hidden
+        return logits if self.ids is None else among_all(logits, self.ids, self.vocab), hidden
 
     def _begin(self, tokens: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The residual that the first layer gets, and what its attention reads."""

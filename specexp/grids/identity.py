@@ -37,6 +37,7 @@ UNCOMPILED = "not compiled yet"  # kernels of a plan that does not wait for a co
 UNSURE = "done, if its kernels, not compiled here yet, come out as they were: `grid run` sees"
 LARGE = 1_000_000_000  # bytes above which keys once named the ends of a file only
 READ_WHOLE = "large files"  # the part that tells that keys now name all of it
+_DATA = re.compile(r"(?!.*\.(py|ipynb|so|pyd)\b).*\..*")  # among parts, a file that is no code
 _FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges*",
     "*.safetensors", "*.pt", "*.bin", "additional_chat_templates/*.jinja",
@@ -46,9 +47,6 @@ _FILES = (
 def digest(value: Any) -> str:
     """16 hexadecimal digits of a value's canonical JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-_DATA = re.compile(r"(?!.*\.(py|ipynb|so|pyd)\b).*\..*")  # among parts, a file that is no code
 
 
 @dataclass(frozen=True, slots=True)

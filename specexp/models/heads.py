@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specexp.errors import UserError, refusing
 from specexp.models import head_files
-from specexp.models.lm import Network, Unfused, product
+from specexp.models.lm import Network, Unfused, among_all, product
 from specexp.ops import op
 
 
@@ -217,8 +217,7 @@ class Eagle(nn.Module):
         )  # fmt: skip
         logits = self.draft_logits(features[:, -logits_to_keep:])
         if self.shape.fused:
-            everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-            logits = everywhere.index_copy(-1, self.draft_ids, logits)
+            logits = among_all(logits, self.draft_ids, self.config.vocab_size)
         return SimpleNamespace(logits=logits, hidden_states=(features,))
 
 

@@ -86,6 +86,12 @@ class Linear(nn.Linear):
         return product(x, self.weight, self.bias)
 
 
+def among_all(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """Logits [..., vocab]: these [..., V'] of the tokens `ids` [V'], and -inf of all others."""
+    everywhere = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
+    return everywhere.index_copy_(-1, ids, logits)
+
+
 class ShortHead(Linear):
     """The rows `ids` of an LM head: the logits of all other tokens are -inf."""
 
@@ -99,9 +105,7 @@ class ShortHead(Linear):
             setattr(self, name, nn.Parameter(whole.detach()[self.ids], requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
-        everywhere = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
-        return everywhere.index_copy_(-1, self.ids, logits)
+        return among_all(super().forward(x), self.ids, self.vocab)
 
 
 def shorten_head(module: Any) -> None:
