@@ -171,12 +171,12 @@ def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
         yield "a parameter"
     points = mlflow_view.as_points(record)
     latest = {name: value for name, _, value in sorted(points, key=lambda p: p[1])}
-    if run.data.metrics != latest:
+    if {name: mlflow_view.rounded(value) for name, value in run.data.metrics.items()} != latest:
         yield "a metric"
     for name in record["series"]:
         expected = sorted((step, value) for n, step, value in points if n == name)
         logged = track.backend().history(run.info.run_id, name)
-        if sorted((m.step, m.value) for m in logged) != expected:
+        if sorted((m.step, mlflow_view.rounded(m.value)) for m in logged) != expected:
             yield name
 
 

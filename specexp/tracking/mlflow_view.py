@@ -254,15 +254,21 @@ def as_params(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
-    """A record's metrics and series as MLflow stores them: (name, step, value). What answers comes
-    first: MLflow compares runs by the first metric."""
+    """A record's metrics and series as MLflow stores them: (name, step, value), rounded. What
+    answers comes first: MLflow compares runs by the first metric."""
     metrics = record.get("metrics", {})
     first = [a.metric for a in ANSWERS if a.metric in metrics]
     names = dict.fromkeys([*first, *metrics])
-    points = [(n, 0, metrics[n]) for n in names]
+    points = [(n, 0, rounded(metrics[n])) for n in names]
     for n, curve in record.get("series", {}).items():
-        points += [(n, int(step), v) for step, v in curve.items()]
+        points += [(n, int(step), rounded(v)) for step, v in curve.items()]
     return points
+
+
+def rounded(value: float) -> float:
+    """A value of four digits, or a whole number: MLflow's UI shows every digit that it is given.
+    The record keeps all."""
+    return float(round(value)) if abs(value) >= 1000 else float(f"{value:.4g}")
 
 
 def problems_of(record: Mapping[str, Any]) -> list[str]:

@@ -220,6 +220,7 @@ def _torn(result: Path) -> str:
 
 def _differences(root: Path, key: str, run: Any, records: dict[str, Any]) -> Iterator[str]:
     from specexp.tracking import runs as track
+    from specexp.tracking.mlflow_view import rounded
 
     record = records[key]
     shown = {
@@ -228,7 +229,7 @@ def _differences(root: Path, key: str, run: Any, records: dict[str, Any]) -> Ite
     if run.data.params != shown:
         yield "other params in MLflow"
     last = {n: list(c.values())[-1] for n, c in record["series"].items()}
-    if run.data.metrics != record["metrics"] | last:
+    if run.data.metrics != {n: rounded(v) for n, v in (record["metrics"] | last).items()}:
         yield "other metrics in MLflow"
     for name, curve in record["series"].items():
         if track.curve(run.info.run_id, name) != {int(k): v for k, v in curve.items()}:

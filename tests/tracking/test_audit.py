@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from support.stores import METRICS, first, half, run_of, run_of_key
 
-from specexp.tracking import audit
+from specexp.tracking import audit, mlflow_view
 from specexp.tracking import results as store
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import StoreUnreachable
@@ -17,6 +17,20 @@ pytestmark = pytest.mark.usefixtures("copied_tables")
 
 
 def test_audit_of_intact_store_is_empty(filled):
+    assert audit.problems() == []
+
+
+def test_values_are_rounded_for_mlflow_and_kept_whole(store, monkeypatch):
+    logged = {"speedup/measured": 4 / 3, "a/cost": 2 / 3e7, "a/large": 12345.6, "counts/all": 98765}
+    shown = {"speedup/measured": 1.333, "a/cost": 6.667e-8, "a/large": 12346, "counts/all": 98765}
+    track.log("mine", {"x": 1}, logged, {"a/curve": [1 / 3]})
+    result = first(store)
+    record = json.loads((result / "result.json").read_text())
+    assert record["metrics"] == logged
+    assert track.client().get_run(run_of(result)).data.metrics == {**shown, "a/curve": 0.3333}
+    with monkeypatch.context() as patch:  # as runs were published before
+        patch.setattr(mlflow_view, "rounded", float)
+        track.log("mine", {"x": 2}, logged, {"a/curve": [1 / 3]})
     assert audit.problems() == []
 
 
