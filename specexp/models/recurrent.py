@@ -9,7 +9,6 @@ modules have states, of which shapes, and which products read none is seen by ru
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from specexp.models import scans
 from specexp.models.cache import SlotCache
 from specexp.models.memory import PREFILL
-from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, Scan, Window, entries_of, one_token
+from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, entries_of, twin
 from specexp.tree import Branches
 
 WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
@@ -117,7 +117,7 @@ class States:
             }
             for part in parts
         ]
-        self.window = Window(batch, self.size, _columns(parts), device) if scanned else None
+        self.window = scans.Window(batch, self.size, _columns(parts), device) if scanned else None
         self.most = room + refed if scanned else PREFILL  # tokens of a pass that is not at once
         self.start: int | None = None
         self.before: Sequence[Tensor] = ()
@@ -231,9 +231,10 @@ class Stepwise(nn.Module):
 
     `states`: those of one row after one token. `continues`: the module can read several tokens at
     once from a state too, and not only from the beginning. `scanned` (all modules of a network, or
-    none): `scan` runs all nodes of a draft together. Otherwise `alone` runs a pass of one node, and
-    `step` one of several: the module without the product that writes its output (`last`), and with
-    `Precomputed` in place of those that read its input (`first`).
+    none): `scan` runs all nodes of a draft together. `walked`: `walk` does, from states by slot.
+    Otherwise `alone` runs a pass of one node, and `step` one of several: the module without the
+    product that writes its output (`last`), and with `Precomputed` in place of those that read its
+    input (`first`).
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -241,12 +242,12 @@ class Stepwise(nn.Module):
         self.module, self.number = module, number
         self.input = next(iter(inspect.signature(module.forward).parameters))
         self.states: Parts = {}
-        self.continues = self.scanned = False
-        self.scan = Scan(module)
+        self.continues = self.scanned = self.walked = False
+        self.scan, self.walk = scans.Scan(module), scans.Walk(module)
         self.first: list[tuple[nn.Module, Precomputed]] = []
         self.last: nn.Module = nn.Identity()
         self.step = module
-        self.alone = one_token(module)
+        self.alone = scans.one_token(module)
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """Its first input is x [b, n, E]; the cache is among the others."""
@@ -264,6 +265,9 @@ class Stepwise(nn.Module):
         self.scan.window, self.scan.buffers = states.window, states.buffers[self.number]
         if states.start is None and states.window:
             return run(self.scan.forward, x, ScanState({}))
+        if states.start is None and self.walked:
+            self.walk.aim(states.buffers[self.number], states.before, states.after)
+            return run(self.walk.forward, x, ScanState({}))
         if states.start is not None:
             self.scan.fold()
             y = run(self.module, x, state := states.read(self.number, 0))
@@ -301,7 +305,7 @@ class Stepwise(nn.Module):
         for hook in hooks:
             hook.remove()
         self.states, self.step = state.parts, twin(self.module)
-        self.step.forward = one_token(self.step)
+        self.step.forward = scans.one_token(self.step)
         for name, module in first.items():
             self.first.append((module, place := Precomputed()))
             self.step.set_submodule(name, place)
@@ -316,6 +320,11 @@ class Stepwise(nn.Module):
     def one_convolution(self) -> bool:
         """Whether its columns are those of a single convolution, as a scan takes them to be."""
         return [number for kind, number in self.states if kind == "conv"] == [0]
+
+    @property
+    def can_walk(self) -> bool:
+        """Whether its recurrence is the one of a walk, with states [b, H, K]."""
+        return self.walk.known and self.states["recurrent", 0].ndim == 3
 
     @property
     def kept(self) -> Parts:
@@ -338,14 +347,6 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, 1)
     return tuple(_joined(list(part)) for part in zip(*outputs, strict=True))
-
-
-def twin(module: Any) -> Any:
-    """The same module with the same weights, in which parts can be replaced. What has no parts is
-    shared, but for linear layers: what a quantised one holds may have no copy."""
-    shared = [*module.parameters(), *module.buffers(), getattr(module, "config", None)]
-    shared += [x for x in module.modules() if not [*x.children()] and type(x) is not nn.Linear]
-    return copy.deepcopy(module, {id(x): x for x in shared})
 
 
 def keeps_state(module: nn.Module) -> bool:
@@ -410,7 +411,8 @@ def examine(
     parts: Sequence[Stepwise], cache: SlotCache, run: Callable[[Tensor, int | None], Any]
 ) -> None:
     """Find out, by running them, what modules with states consist of, whether they can continue a
-    text (`continues`), and whether a scan gives the logits of their one-token form (`scanned`).
+    text (`continues`), and whether a scan gives the logits of their one-token form (`scanned`), or
+    a walk does (`walked`).
 
     `run(slots [1, n], last)`: a pass of their network over `cache`, of one row and eight slots. On
     the device `meta` nothing can be compared, and a scan is taken to be right."""
@@ -420,7 +422,7 @@ def examine(
     scanned = all(part.scan.known and part.one_convolution for part in parts)
     if device.type == "meta":
         for part in parts:
-            part.scanned = scanned
+            part.scanned, part.walked = scanned, part.can_walk
         return
 
     def feed(first: int, last: int, start: int | None) -> tuple[Tensor, list[list[Tensor]]]:
@@ -439,10 +441,10 @@ def examine(
     (_, at_once), (logits, stepwise) = feed(5, 8, 5), feed(5, 8, None)
     for part, ours, theirs in zip(parts, at_once, stepwise, strict=True):
         part.continues = agree(ours, theirs)
-    for scan in (True, False) if scanned else ():
+    for together in (True, False):
         for part in parts:
-            part.scanned = scan
+            part.scanned, part.walked = together and scanned, together and part.can_walk
         states = cache.states = States(parts, 1, 7, 0, device)
         feed(0, 5, 0)
-        if scan and agree([feed(5, 8, None)[0]], [logits]):
+        if together and agree([feed(5, 8, None)[0]], [logits]):
             break

@@ -1,16 +1,20 @@
-"""Linear recurrences over all tokens of a draft at once, from one state per row.
+"""Recurrences over all tokens of a draft: at once, from one state per row, or token by token.
 
 The recurrence S <- decay S + key (x) write, read by a query, is a weighted sum over the tokens that
 the query sees. So the key, the write and the decay of each token, and its column of a convolution's
 input, are kept by slot, as attention keeps keys and values. A pass reads the state S once for all
 nodes, and adds what the slots on each node's path contribute. The next round first folds the
 accepted tokens into S. (Yang et al. 2024, Gated Delta Networks; Dao and Gu 2024, Mamba 2.)
-transformers copies one text of each recurrence from model to model: SCANS has its names.
+In Mamba 1 (Gu and Dao 2023) each number of S has a decay of its own, and such a sum would cost more
+than the recurrence: `Walk`. transformers copies one text of each recurrence from model to model:
+SCANS has their names.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType, MethodType
@@ -156,6 +160,14 @@ def replaced(module: nn.Module, functions: dict[str, Any]) -> Any:
     forward = FunctionType(raw.__code__, functions, raw.__name__, raw.__defaults__, raw.__closure__)
     forward.__kwdefaults__ = raw.__kwdefaults__
     return MethodType(forward, module)
+
+
+def twin(module: Any) -> Any:
+    """The same module with the same weights, in which parts can be replaced. What has no parts is
+    shared, but for linear layers: what a quantised one holds may have no copy."""
+    shared = [*module.parameters(), *module.buffers(), getattr(module, "config", None)]
+    shared += [x for x in module.modules() if not [*x.children()] and type(x) is not nn.Linear]
+    return copy.deepcopy(module, {id(x): x for x in shared})
 
 
 def one_token(module: nn.Module) -> Any:
@@ -325,3 +337,52 @@ class Scan:
         if window.folds:
             self._fold(fold_decays, keys, writes, state)
         return y
+
+
+class Walk:
+    """Runs a Mamba 1 over all nodes of a pass: its products once, its convolution and recurrence
+    node by node, each from the state that its parent left."""
+
+    def __init__(self, module: nn.Module) -> None:
+        names = inspect.unwrap(type(module).forward).__code__.co_names
+        own = {"causal_conv1d_fn": self.convolution, "mamba_selective_scan": self.recurrence}
+        self.known = own.keys() <= set(names)
+        self.forward = replaced(module, own)
+
+    def aim(self, buffers: Parts, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """buffers: the module's states by entry. before, after: of each node of the next pass, the
+        entries [b] of its parent's states and of its own."""
+        self.buffers, self.before, self.after = buffers, before, after
+
+    def convolution(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None,
+        activation: str | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """x [b, C, n], weight [C, k]: the convolution of each node with the k - 1 tokens before it
+        on its path."""
+        kept, columns = self.buffers["conv", 0], []
+        for before, after, own in zip(self.before, self.after, x.split(1, 2), strict=True):
+            columns.append(torch.cat([kept.index_select(0, before)[..., 1:], own], -1))
+            kept.index_copy_(0, after, columns[-1])
+        return _summed(torch.stack(columns, 1), weight, bias, activation, -1).transpose(1, 2)
+
+    def recurrence(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+        return_last_state: bool = False, **_: Any,
+    ) -> Any:  # fmt: skip
+        """S <- exp(dt A) S + dt x B, of which C reads x's next value; x, dt, z [b, H, n], A [H, K],
+        B, C [b, K, n], S [b, H, K]."""
+        dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+        dt = (nn.functional.softplus(dt) if delta_softplus else dt).float()
+        decays, writes = (dt.permute(2, 0, 1)[..., None] * A).exp(), (dt * x).unbind(-1)
+        kept, read = self.buffers["recurrent", 0], []
+        for node, key in enumerate(B.float().unbind(-1)):
+            S = kept.index_select(0, self.before[node]).float() * decays[node]
+            S.addcmul_(writes[node][..., None], key[:, None])
+            kept.index_copy_(0, self.after[node], S.to(kept.dtype))
+            read.append(S.to(C.dtype) @ C[..., node, None])
+        y = torch.cat(read, -1)
+        y = y if D is None else y + x * D[:, None]
+        y = y if z is None else y * nn.functional.silu(z)
+        return (y.to(x.dtype), S) if return_last_state else y.to(x.dtype)

@@ -19,7 +19,7 @@ from specexp.errors import UserError
 from specexp.models import recurrent, scans
 from specexp.models.load import of_module
 from specexp.models.recurrent import States
-from specexp.models.scans import Scan, Window
+from specexp.models.scans import Scan, Walk, Window
 from specexp.policy import Fixed, Plan
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -252,15 +252,27 @@ def test_recurrences_with_one_decay_a_key_run_all_nodes_at_once(family):
     """In Mamba 1 each number of a state decays by itself."""
     parts = of_module(module(family)).net.parts
     assert {part.scanned for part in parts} == {family not in ("jamba", "mamba")}
+    assert {part.walked for part in parts} == {family in ("jamba", "mamba")}
 
 
-def test_recurrence_that_is_not_the_librarys_runs_node_by_node(monkeypatch):
-    true = Scan.delta_rule
+@pytest.mark.parametrize(
+    ("family", "at_once", "method"),
+    [
+        ("qwen3_5", Scan, "delta_rule"),
+        ("mamba", Walk, "recurrence"),
+        ("jamba", Walk, "convolution"),
+    ],
+)
+def test_recurrence_that_is_not_the_librarys_runs_node_by_node(
+    monkeypatch, family, at_once, method
+):
+    true = getattr(at_once, method)
     monkeypatch.setattr(
-        Scan, "delta_rule", lambda self, q, k, *rest, **named: true(self, q, -k, *rest, **named)
+        at_once, method, lambda self, x, k, *rest, **named: true(self, x, -k, *rest, **named)
     )
-    net = copy.deepcopy(module("qwen3_5"))
-    assert not any(part.scanned for part in of_module(net).net.parts)
+    net = copy.deepcopy(module(family))
+    parts = of_module(net).net.parts
+    assert not any(part.scanned or part.walked for part in parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
