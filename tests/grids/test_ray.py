@@ -32,8 +32,15 @@ def address():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
-        ray.init("local", num_cpus=2, include_dashboard=False, logging_level="error",
-                 log_to_driver=False)  # fmt: skip
+        for tries_left in reversed(range(20)):  # Ray gives itself 30 s, however busy the machine is
+            try:
+                ray.init("local", num_cpus=2, include_dashboard=False, logging_level="error",
+                         log_to_driver=False)  # fmt: skip
+                break
+            except Exception:
+                ray.shutdown()
+                if not tries_left:
+                    raise
         yield ray.get_runtime_context().gcs_address
         ray.shutdown()
 
