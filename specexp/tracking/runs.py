@@ -17,7 +17,6 @@ import os
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,6 +131,8 @@ def log(
     with results.claim(key):
         attempt = results.new_attempt(key)
         _write(attempt, record, tables, figures)
+        for file in results.files_in(attempt):  # of a point, `grids.execute` does it
+            redact.clean(file)
         named = mlflow_view.run_name(record["params"], mlflow_view.SIGNS) or record["experiment"]
         name = f"{named} by hand"
         result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
@@ -172,23 +173,13 @@ def _write(
         raise UserError("this notebook called track.log before: one run logs once")
     for name, table in tables.items():  # in a folder, as MLflow lists files by path: figures first
         (attempt / "tables").mkdir(exist_ok=True)
-        _without_secrets(table).to_parquet(attempt / "tables" / f"{name}.parquet")
+        table.to_parquet(attempt / "tables" / f"{name}.parquet")
     for name, figure in figures.items():
         (attempt / "figures").mkdir(exist_ok=True)
         about = {"Title": redact.hide(getattr(figure, "get_suptitle", str)())}
         file = attempt / "figures" / f"{name}.png"
         figure.savefig(file, dpi=110, bbox_inches="tight", metadata=about)
     (attempt / results.RESULT).write_text(json.dumps(record, indent=1))
-
-
-def _without_secrets(table: pd.DataFrame) -> pd.DataFrame:
-    hide = cache(redact.hide)  # many rows have the same texts
-    safe = table.copy()
-    for name, column in table.select_dtypes(exclude=["number", "bool", "datetime"]).items():
-        hidden = column.map(partial(redact.hidden, hide=hide))
-        if repr(hidden.to_list()) != repr(column.to_list()):  # cells may hold lists
-            safe[name] = hidden
-    return safe
 
 
 def _reserved(tag: object) -> bool:
