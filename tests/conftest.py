@@ -47,6 +47,13 @@ def one_in(n: int, cases: Iterable) -> list:
     return [x for i, case in enumerate(cases) for x in (also(case) if i % n else [case])]
 
 
+def in_turn(first: Iterable, second: Iterable) -> list:
+    """All pairs, slow but for one of each of the first, with the second in turn."""
+    others = list(second)
+    n = len(others)
+    return one_in(n, ((x, others[(i + j) % n]) for i, x in enumerate(first) for j in range(n)))
+
+
 if importlib.util.find_spec("triton") and os.environ["TRITON_INTERPRET"] == "1":
     from triton.runtime import interpreter
 
@@ -227,6 +234,13 @@ def tiny_tokenizer(text: str) -> PreTrainedTokenizerFast:
         ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[0], bos_token=special[0])
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Path:
+    """A folder of this run of tests, one for all processes among which they are divided."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CONTEXT, one_in
+from conftest import CONTEXT, in_turn, one_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import (
@@ -42,10 +42,11 @@ from specexp.sampling import Sampling
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Tree
 
+CASES = [(kind, *shape) for kind in DRAFTERS for shape in SHAPES]
 
-@pytest.mark.parametrize(("rule", "tree"), SHAPES)
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_greedy_matches_decoding_without_a_cache(kind, tree, rule):
+
+@pytest.mark.parametrize(("kind", "rule", "tree"), one_in(5, CASES))
+def test_greedy_matches_decoding_without_a_cache(kind, rule, tree):
     made = engine(kind, tree, rule).generate(PROMPTS, NEW)
     assert made.tokens == expected("llama")
     for record in made.trace.by_row:
@@ -84,24 +85,22 @@ def test_early_exit_rejects_model_without_a_list_of_layers():
         first_layers(net, 1)
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(("kind", "tree"), one_in(3, product(DRAFTERS, TREES)))
 def test_sampled_text_under_match_is_that_of_plain_decoding(kind, tree):
     made = engine(kind, tree, "match", temperature=0.9, seed=5)
     assert made.generate(PROMPTS, NEW).tokens == made.plain().generate(PROMPTS, NEW).tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("gamma", range(1, 9))
+@pytest.mark.parametrize(
+    ("gamma", "rule", "temperature"), one_in(5, product(range(1, 9), RULES, (0.0, 0.9)))
+)
 def test_draft_equal_to_target_is_accepted_whole(gamma, rule, temperature):
     made = engine("self", Tree.chain(gamma), rule, temperature=temperature)
     for step in made.generate(PROMPTS, 24).trace.steps():
         assert step.accepted == step.drafted == gamma
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(("kind", "temperature"), in_turn(DRAFTERS, (0.0, 0.9)))
 def test_row_of_a_batch_matches_the_row_alone(kind, temperature):
     made = engine(kind, "branching", "reject", temperature=temperature)
     together = made.generate(PROMPTS, NEW).tokens
@@ -115,7 +114,7 @@ def test_row_of_a_batch_matches_the_row_alone(kind, temperature):
 PATTERNS = (0, 0, 0, 3), (3, 0, 3, 1, 0, 0), (1, 0, 4, 0, 2)
 
 
-@pytest.mark.parametrize(("kind", "pattern"), one_in(2, product(DRAFTERS, PATTERNS)))
+@pytest.mark.parametrize(("kind", "pattern"), in_turn(DRAFTERS, PATTERNS))
 def test_drafter_catches_up_after_rounds_without_a_draft(kind, pattern):
     """What it drafts after rounds without draft tokens is what it would draft of the same text."""
     made = engine(kind, "chain", "match", temperature=0.9)
@@ -124,12 +123,12 @@ def test_drafter_catches_up_after_rounds_without_a_draft(kind, pattern):
     assert found.tokens == made.plain().generate(PROMPTS, NEW).tokens
     if kind == "recycle":
         return  # it remembers what was said, not the text
+    fresh = engine(kind, "chain", "match", temperature=0.9)
     texts = [list(p) for p in PROMPTS]
     told = [0] * len(PROMPTS)
     for round_ in found.trace.rounds:
         for step in round_.steps:
             if step.draft and round_.nodes > 1 and len(PROMPTS[step.row]) > 1:
-                fresh = engine(kind, "chain", "match", temperature=0.9)
                 seqs = Sequences.of([texts[step.row]], 8, slack=6, streams=[step.row])
                 if kind != "planted":
                     seqs = fresh.begin(seqs)
@@ -263,7 +262,7 @@ def test_caches_after_each_round_match_a_fresh_prefill(kind, tree):
                         assert same, (row, length)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(0, 2**32 - 1))
 def test_garbage_in_stale_slots_does_not_change_the_text(seed):
     """Random drafts, some right, and garbage written over every slot that may not be read."""
@@ -390,17 +389,16 @@ def test_generate_fills_its_length_in_every_dtype(kind, dtype):
     found.trace.acceptance.check()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize(("rule", "tree"), SHAPES)
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_round_reads_nothing_on_the_host(rule, kind, tree, temperature):
+@pytest.mark.parametrize(
+    ("kind", "rule", "tree", "temperature"), one_in(5, ((*c, t) for c in CASES for t in (0.0, 0.9)))
+)
+def test_round_reads_nothing_on_the_host(kind, rule, tree, temperature):
     made = engine(kind, tree, rule, temperature=temperature)
-    shape = TREES[tree]
-    seqs = Sequences.of(PROMPTS, NEW, slack=shape.room)
+    seqs = Sequences.of(PROMPTS, NEW, slack=TREES[tree].room)
     seqs = made.begin(seqs)
-    made.round(seqs, shape)
+    made.round(seqs, TREES[tree])
     with NoHostReads():
-        made.round(seqs, shape)
+        made.round(seqs, TREES[tree])
 
 
 def test_commit_with_many_eos_reads_nothing_on_the_host(monkeypatch):

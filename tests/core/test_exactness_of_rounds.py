@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import one_in
+from conftest import also, in_turn, one_in
 from support.oracle import distance, explore, gap, plain, sampled, surprise, written
 from support.toys import Toy, texts, toy_engine
 
@@ -46,7 +46,7 @@ LAWS = {
     "disjoint": {"p": "even", "q": "odd"},
     "ties": {"p": "tied", "q": "tied"},
 }
-SIZES = [(1, 2, 3), (2, 3, 4), (3, 2, 3)]  # V, gamma, new tokens
+SIZES = [(2, 3, 4), (3, 2, 3)]  # V, gamma, new tokens
 LARGER = [(4, 2, 3), (5, 2, 3), (3, 3, 4), (4, 3, 4)]
 
 CHAIN_RULES = RULES | {"block": Block()}
@@ -54,26 +54,38 @@ CHAIN_RULES = RULES | {"block": Block()}
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 chain_rules = pytest.mark.parametrize("rule", CHAIN_RULES.values(), ids=CHAIN_RULES)
 laws = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-drafters = pytest.mark.parametrize("drafter", ["null", "ngram", "scripted", "drawn", "chosen"])
+DRAFTERS = ["null", "ngram", "scripted", "drawn", "chosen"]
 
 
-@laws
-@pytest.mark.parametrize(("V", "gamma", "length"), SIZES)
+def rounds():
+    """A rule, a drafter and a shape: each drafter drafts each shape, and one rule judges it in
+    every `make test`, in turn."""
+    for i, drafter in enumerate(DRAFTERS):
+        for j, shape in enumerate(SHAPES):
+            fit = ["match", "reject", "block"] if SHAPES[shape].is_chain else ["reject", "match"]
+            at = (i + j) % len(fit)
+            yield fit[at], drafter, shape
+            yield from also(*((rule, drafter, shape) for rule in fit if rule != fit[at]))
+
+
+@pytest.mark.parametrize(("law", "size"), in_turn(LAWS, SIZES), ids=str)
 @chain_rules
-def test_chains_keep_the_distribution_in_twenty_contexts(rule, V, gamma, length, law):
-    if V == 1:
-        law = {}
-    engine = toy_engine(rule, "drawn", V, **law)
-    assert gap(engine, texts(V, 20), length, [Tree.chain(gamma)]) <= ROUNDING
+def test_chains_keep_the_distribution_in_many_contexts(rule, law, size):
+    V, gamma, length = size
+    engine = toy_engine(rule, "drawn", V, **LAWS[law])
+    contexts = texts(V, 6 if isinstance(rule, Match) else 20)
+    assert gap(engine, contexts, length, [Tree.chain(gamma)]) <= ROUNDING
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@drafters
 @chain_rules
+def test_chains_keep_the_only_text_of_one_token(rule):
+    assert gap(toy_engine(rule, "drawn", 1), texts(1, 20), 3, [Tree.chain(2)]) <= ROUNDING
+
+
+@pytest.mark.parametrize(("rule", "drafter", "shape"), rounds())
 def test_every_drafter_rule_and_tree_keeps_the_distribution(rule, drafter, shape):
-    if rule.chains_only and not shape.is_chain:
-        return
-    settings = [(2, "dense", 5)] * (shape != SHAPES["triplets"])
+    rule, shape = CHAIN_RULES[rule], SHAPES[shape]
+    settings = [(2, "dense", 2 if len(shape) > 5 else 5)] * (shape != SHAPES["triplets"])
     settings += [(3, "zeros", 3)] * (len(shape) <= 4)
     for V, kind, contexts in settings:
         engine = toy_engine(rule, drafter, V, p=kind, q=kind)
@@ -84,12 +96,13 @@ def test_every_drafter_rule_and_tree_keeps_the_distribution(rule, drafter, shape
 @rules
 def test_siblings_without_replacement_keep_the_distribution(rule, law):
     engine = toy_engine(rule, "drawn", **law)
-    assert gap(engine, texts(3, 6), 3, [Tree.branching(2)]) <= ROUNDING
+    assert gap(engine, texts(3, 4), 3, [Tree.branching(2)]) <= ROUNDING
 
 
-@pytest.mark.parametrize("eos", [(0,), (1, 2)])
-@drafters
-@chain_rules
+@pytest.mark.parametrize(
+    ("rule", "drafter", "eos"),
+    one_in(3, itertools.product(CHAIN_RULES.values(), DRAFTERS, [(0,), (1, 2)])),
+)
 def test_first_eos_ends_the_text(rule, drafter, eos):
     """Some prompts hold one, too; it ends nothing."""
     engine = toy_engine(rule, drafter, eos=eos)
@@ -97,11 +110,20 @@ def test_first_eos_ends_the_text(rule, drafter, eos):
         assert gap(engine, texts(3, 6), 3, [shape]) <= ROUNDING
 
 
-@pytest.mark.parametrize("drafter", ["drawn", "scripted"])
-@chain_rules
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [*itertools.product(["reject", "block"], ["drawn", "scripted"]), ("match", "scripted"),
+     *also(("match", "drawn"))],
+)  # fmt: skip
 def test_rows_of_a_ragged_batch_are_independent(rule, drafter):
+    engine = toy_engine(CHAIN_RULES[rule], drafter, V=2, eos=(1,))
+    assert gap(engine, texts(2, 2, rows=2), 3, [Tree.chain(2)]) <= ROUNDING
+
+
+@pytest.mark.parametrize("drafter", ["scripted", *also("drawn")])
+@chain_rules
+def test_three_ragged_rows_are_independent(rule, drafter):
     engine = toy_engine(rule, drafter, V=2, eos=(1,))
-    assert gap(engine, texts(2, 4, rows=2), 3, [Tree.chain(2)]) <= ROUNDING
     assert gap(engine, texts(2, 1, rows=3), 2, [Tree.chain(1)]) <= ROUNDING
 
 
@@ -114,9 +136,16 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize("drafted", [None, Sampling(1.0), Sampling(0.5, top_k=1)], ids=str)
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@chain_rules
+@pytest.mark.parametrize(
+    ("rule", "sampling", "drafted"),
+    one_in(
+        2,
+        itertools.product(
+            CHAIN_RULES.values(), SAMPLINGS, [None, Sampling(1.0), Sampling(0.5, top_k=1)]
+        ),
+    ),
+    ids=str,
+)
 def test_draft_sampling_does_not_change_the_distribution(rule, sampling, drafted):
     for drafter in ("drawn", "chosen"):
         engine = toy_engine(rule, drafter, V=4, p="tied", sampling=sampling)
@@ -127,7 +156,7 @@ def test_draft_sampling_does_not_change_the_distribution(rule, sampling, drafted
 def test_tree_that_varies_by_round_keeps_the_distribution():
     engine = toy_engine(Reject(), "drawn")
     shapes = [Tree.chain(2), Tree.branching(2), Tree.chain(0), Tree.chain(1)]
-    assert gap(engine, texts(3, 6), 4, shapes) <= ROUNDING
+    assert gap(engine, texts(3, 3), 4, shapes) <= ROUNDING
 
 
 @pytest.mark.slow
@@ -154,8 +183,7 @@ def test_larger_trees_keep_the_distribution(rule, drafter, shape, law):
 # The loop around the round ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3])
-@pytest.mark.parametrize("eos", [(), (1,)])
+@pytest.mark.parametrize(("length", "eos"), in_turn([3, 2, 1, 0], [(1,), ()]))
 def test_generate_keeps_the_distribution_of_plain_decoding(eos, length):
     """Here a short draft context cuts the draft as the text grows."""
     [case] = texts(2, 3)[1:2]
@@ -189,7 +217,7 @@ class Nosy:
 def test_policy_that_depends_on_the_past_keeps_the_distribution(rule):
     engine = toy_engine(rule, "chosen", V=2, eos=(1,))
     engine.policy = Nosy(engine.drafter)
-    for case in texts(2, 4):
+    for case in texts(2, 3)[1:]:
         assert distance(written(engine, case, 3), plain(engine, case, 3)) <= ROUNDING
 
 
@@ -209,7 +237,7 @@ def test_policy_that_sees_finished_rows_keeps_the_distribution():
 def test_draft_equal_to_target_is_accepted_whole(shape):
     """Else a hole in the draft's cache, or a wasted bonus token, would go unnoticed."""
     engine = toy_engine(Reject(), "drawn", V=2, twin=True)
-    found = explore(engine, texts(2, 4), 6, [shape]).accepted
+    found = explore(engine, texts(2, 3)[2:], 6, [shape]).accepted
     assert {n for (_, _, n), weight in found.items() if weight > ROUNDING} == {shape.depth}
     assert max(r for _, r, _ in found) == -(-6 // (shape.depth + 1)) - 1
 
@@ -275,11 +303,10 @@ class Biased(Toy):
     """A coin that forgets: heads with probability 1/3, or 2/3."""
 
     def __init__(self, heads: int) -> None:
-        super().__init__(2)
-        self.heads = heads
+        super().__init__(2, salt=heads)
 
     def weights(self, read, position, token):
-        return torch.tensor([self.heads, 3 - self.heads]).double().expand(*read.shape, 2)
+        return torch.tensor([self.salt, 3 - self.salt]).double().expand(*read.shape, 2)
 
 
 @pytest.mark.parametrize(("rule", "expected"), [(Reject(), 10 / 9), (Block(), 11 / 9)])
@@ -361,25 +388,25 @@ OWN_NOISE = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "case"),
-    one_in(2, itertools.product((torch.float64, torch.float32), OWN_NOISE)),
+    ("case", "dtype"),
+    one_in(3, itertools.product(OWN_NOISE, (torch.float32, torch.float64))),
     ids=str,
 )
 def test_sampled_texts_have_the_joint_distribution(dtype, case):
-    """N = 50,000 texts over K = 27 outcomes: true TV <= empirical TV + 0.026. In float32 by
+    """N = 20,000 texts over K = 27 outcomes: true TV <= empirical TV + 0.041. In float32 by
     compiled code, where there is a compiler."""
     rule, drafter, shape = OWN_NOISE[case]
     engine = toy_engine(rule, drafter, dtype=dtype)
     engine.policy = Fixed(shape)
-    assert surprise(engine, texts(3, 3)[2], 3, 50_000) > ALARM
+    assert surprise(engine, texts(3, 3)[2], 3, 20_000) > ALARM
 
 
 @rules
 def test_sampled_rows_are_independent(rule):
-    """N = 30,000 pairs over K = 49 outcomes: true TV <= empirical TV + 0.039."""
+    """N = 10,000 pairs over K = 49 outcomes: true TV <= empirical TV + 0.067."""
     engine = toy_engine(rule, "drawn", V=2, eos=(1,))
     engine.policy = Fixed(Tree.chain(2))
-    assert surprise(engine, texts(2, 2, rows=2)[1], 3, 30_000) > ALARM
+    assert surprise(engine, texts(2, 2, rows=2)[1], 3, 10_000) > ALARM
 
 
 @pytest.mark.parametrize("shape", [Tree.chain(3), Tree.branching(2, 2)], ids=str)
@@ -398,7 +425,7 @@ def test_shared_noise_accepts_more_than_independent_draws():
     [case] = texts(3, 2)[1:]
     p, q = (lm.module.after(case[0]) for lm in engine.models)
     alpha = float(overlap(engine, case[0], 1, min))
-    N = 50_000
+    N = 20_000
     trace = engine.generate(list(case) * N, 1).trace
     assert trace.acceptance.rate > alpha / (2 - alpha) - 4.9 * (0.25 / N) ** 0.5
     assert trace.acceptance.rate < alpha + 4.9 * (0.25 / N) ** 0.5

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specexp.engine import Engine
 from specexp.models.lm import LM
-from specexp.sampling import Noise, Sampling
+from specexp.sampling import Noise, Sampling, mix
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -245,7 +245,10 @@ def _layer(lm: LM) -> Any:
 
 def _merge(case: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     keyed = torch.cat([case[:, None], state.flatten(1)], 1)
-    merged, which = keyed.unique(dim=0, return_inverse=True)
+    hashed = (keyed * mix(torch.arange(keyed.shape[1]))).sum(1)  # sorts sooner than whole rows
+    hashes, which = hashed.unique(return_inverse=True)
+    merged = keyed[torch.zeros_like(hashes).scatter(0, which, torch.arange(len(keyed)))]
+    assert torch.equal(merged[which], keyed), "different worlds have one hash"
     total = weight.new_zeros(len(merged)).index_add(0, which, weight)
     return merged[:, 0], merged[:, 1:].reshape(-1, *state.shape[1:]), total
 
