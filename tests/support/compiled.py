@@ -1,6 +1,6 @@
-"""Triton's kernels compiled for cards that are not here. `python -m support.compiled verify` prints
-what each needs of a card at the sizes of a model of 8 billion parameters, `layer` what one layer
-launches; with TRITON_INTERPRET=0."""
+"""Triton's kernels compiled for cards that are not here. `python -m support.compiled verify 90`
+prints what each needs of a card at the sizes of a model of 8 billion parameters, `layer 0` what one
+layer of the first of SHAPES launches; with TRITON_INTERPRET=0."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from specexp.fast.gpu import dependent
 from specexp.models import lm
 from specexp.models.cache import SlotCache
 
-CARDS = (80, 90)  # compute capabilities: A100, H100
+CARD = 90  # compute capability of an H100
 PASSES = {  # rows, tokens of each, slots, dtype
     "verify": (1, 6, 8192, torch.bfloat16),
     "batch": (64, 6, 8192, torch.bfloat16),
@@ -130,7 +130,7 @@ def layer(width: int, hidden: int, B: int, n: int, S: int, dtype: torch.dtype) -
         ):  # fmt: skip
             op = ops.OPS[operation]
             op.chosen[torch.device("meta")] = op.kernels["cuda"][0]
-        with compiling(CARDS[-1]) as needs, Launched(needs):
+        with compiling(CARD) as needs, Launched(needs):
             net(tokens, tokens, None, cache, (), 1)
     names = [need["kernel"] for need in needs]
     _, first, second = (at for at, name in enumerate(names) if name == "rotate_kernel")
@@ -139,19 +139,16 @@ def layer(width: int, hidden: int, B: int, n: int, S: int, dtype: torch.dtype) -
     return {"launches": needs[first:second], "least": least}
 
 
-def table(name: str) -> list[dict[str, Any]]:
-    """What every kernel needs in such a pass on every card."""
-    rows = []
-    for capability in CARDS:
-        with compiling(capability) as needs:
-            launch(*PASSES[name])
-        rows += needs
-    return rows
+def table(name: str, capability: int) -> list[dict[str, Any]]:
+    """What every kernel needs in such a pass on a card."""
+    with compiling(capability) as needs:
+        launch(*PASSES[name])
+    return needs
 
 
 if __name__ == "__main__":
     ops.kernels_of(torch.device("cuda"))
-    [what] = sys.argv[1:]
+    what, which = sys.argv[1], int(sys.argv[2])
     if what == "layer":
-        said = [layer(*shape, *PASSES["verify"]) for shape in SHAPES]
-    json.dump(said if what == "layer" else table(what), sys.stdout)
+        said = [layer(*SHAPES[which], *PASSES["verify"])]
+    json.dump(said if what == "layer" else table(what, which), sys.stdout)
