@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from conftest import on_every_device
+from conftest import also, in_turn, on_every_device, one_in
 from support.tape import Tape, operations, taped, untaped
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, draft_module, engine, module
 
@@ -38,10 +38,9 @@ FEW = ["chain", "branching", "grown"]
 LAWS = [("reject", 0.0), ("match", 0.9), ("reject", 0.9), ("block", 0.9)]
 USUAL = [("chain", "block", 0.9), ("branching", "match", 0.9), ("grown", "reject", 0.0)]
 CASES = [
-    pytest.param(tree, *law, marks=() if (tree, *law) in USUAL else pytest.mark.slow)
-    for tree in FEW
-    for law in LAWS
-    if law[0] != "block" or tree == "chain"
+    (tree, *law)
+    for tree, law in itertools.product(FEW, LAWS)
+    if (law[0] != "block" or tree == "chain") and (tree, *law) not in USUAL
 ]
 MIXED = [
     kind if kind in ("model", "eagle3", "crossed") else pytest.param(kind, marks=pytest.mark.slow)
@@ -70,12 +69,14 @@ def told(found):
 
 
 @on_every_device
-@pytest.mark.parametrize(("tree", "rule", "temperature"), CASES)
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_replayed_rounds_are_the_rounds(kind, tree, rule, temperature, device):
+@pytest.mark.parametrize(
+    ("kind", "case"), [*in_turn(DRAFTERS, USUAL), *also(*itertools.product(DRAFTERS, CASES))]
+)
+def test_replayed_rounds_are_the_rounds(kind, case, device):
     """Token for token, to the last bit, in batches one after the other in the same memory."""
+    *shape, temperature = case
     asked = {"temperature": temperature, "dtype": torch.float32, "device": device}
-    one, other = (make(engine(kind, tree, rule, **asked)) for make in (taped, untaped))
+    one, other = (make(engine(kind, *shape, **asked)) for make in (taped, untaped))
     for prompts in (PROMPTS, PROMPTS[2:4]):
         assert told(one.generate(prompts, LONG)) == told(other.generate(prompts, LONG))
     assert set(one.recorder.tape.recorded) == {"round"}
@@ -83,8 +84,9 @@ def test_replayed_rounds_are_the_rounds(kind, tree, rule, temperature, device):
     assert not other.recorder.tape.recorded
 
 
-@pytest.mark.parametrize("tree", ["chain", pytest.param("grown", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(
+    ("kind", "tree"), one_in(3, itertools.product(DRAFTERS, ("chain", "grown")))
+)
 def test_a_replayed_text_is_the_text_without_graphs(kind, tree):
     one, other = (engine(kind, tree, "match", temperature=0.9) for _ in range(2))
     assert told(taped(one).generate(PROMPTS, NEW)) == told(other.generate(PROMPTS, NEW))
@@ -175,8 +177,7 @@ def places(made: Engine, seqs: Sequences) -> list[int]:
     return [x.data_ptr() for x in kept]
 
 
-@pytest.mark.parametrize("tree", FEW)
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(("kind", "tree"), in_turn(DRAFTERS, FEW))
 def test_state_keeps_its_addresses_and_rounds_their_shapes(kind, tree):
     made = engine(kind, tree, temperature=0.9, dtype=torch.float32)
     seqs = made.begin(Sequences.of(PROMPTS, NEW, slack=TREES[tree].room))
