@@ -6,7 +6,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from conftest import CONTEXT
+from conftest import CONTEXT, in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import architectures
@@ -75,8 +75,7 @@ def served(made: Engine, policy, source, rows: int = 3, **options) -> tuple[Serv
     return server, serve(server, source)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(("kind", "temperature"), in_turn(DRAFTERS, (0.0, 0.9)))
 def test_responses_match_plain_decoding(kind, temperature):
     """Chunks of three, three rows, budgets of their own, drafts now and then."""
     trees = CHAINS if kind == "medusa" else SHAPES
@@ -96,8 +95,7 @@ def test_responses_match_plain_decoding(kind, temperature):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.compiler)]
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("kind", ["ngram", "self"])
+@pytest.mark.parametrize(("kind", "temperature"), in_turn(["ngram", "self"], (0.0, 0.9)))
 def test_settings_of_a_generation_config_hold_for_every_row(kind, temperature, dtype):
     """Each reads the row's own tokens, which move with the row."""
     followed = {
@@ -244,7 +242,7 @@ def test_lookup_drafter_is_never_behind():
     assert all(s is None or s.behind == 0 for s in server.occupied)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 2**32 - 1))
 def test_random_arrivals_and_full_queues(seed):
     rng = random.Random(seed)
@@ -453,8 +451,7 @@ def test_row_that_does_not_fit_is_one_line(room):
         EngineRows(made, 2, SLOTS, SLACK)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("at", [3, 5, 6, 8, 13])
+@pytest.mark.parametrize(("at", "temperature"), in_turn([3, 5, 6, 8, 13], (0.0, 0.9)))
 def test_rows_shrink_when_memory_runs_out(monkeypatch, at, temperature):
     made = engine("model", "chain", "match", temperature=temperature)
     run, calls = LM.feed, []
