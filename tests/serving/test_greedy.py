@@ -87,8 +87,8 @@ def test_counts_never_exceed_what_was_judged():
 
 def test_greedy_is_near_the_best_fixed_choice_at_all_loads():
     law, best = {"token": 4e-4, "draft": 1e-3}, {}
-    for streams in BATCHES:
-        count = max(60, 8 * streams)
+    for streams in BATCHES[::3]:
+        count = max(60, 4 * streams)
         ways = {g: Fixed(Tree.chain(g)) for g in (0, *GAMMAS)}
         rates = {
             gamma: speed(closed_loop(policy, table(**law), alike(0.7), streams, count))
