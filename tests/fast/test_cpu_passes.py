@@ -1,11 +1,12 @@
 """Compiled passes give what transformers gives, a token the same whatever stands beside it."""
 
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_llama
+from conftest import one_in, tiny_llama
 from support.inputs import COARSE
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
 from test_fused import NETS, made, passed, unfused
@@ -67,8 +68,7 @@ def test_switch_of_compiled_code_counts_for_a_module_seen_before(monkeypatch):
         assert isinstance(of_module(module).net, Fused if off else Native)
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(("kind", "tree"), one_in(2, product(DRAFTERS, TREES)))
 def test_drafting_leaves_text_of_plain_decoding(kind, tree):
     for temperature in (0.0, 0.9):
         made = engine(kind, tree, "match", temperature=temperature, dtype=torch.float32, seed=5)

@@ -46,7 +46,7 @@ LAWS = ("match", 0.0), ("reject", 0.9), ("block", 0.9)
 SHAPES = "empty", "chain", "branching", "grown"
 
 
-@pytest.mark.parametrize(("kind", "tree", "law"), one_in(2, product(DRAFTERS, SHAPES, LAWS)))
+@pytest.mark.parametrize(("kind", "tree", "law"), one_in(5, product(DRAFTERS, SHAPES, LAWS)))
 def test_replayed_rounds_are_the_rounds(kind, tree, law):
     """Token for token, in batches one after the other, of rows that end one after the other."""
     rule, temperature = law

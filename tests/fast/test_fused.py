@@ -2,12 +2,13 @@
 
 import copy
 import logging
+from itertools import product
 from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import on_every_device, tiny_llama
+from conftest import on_every_device, one_in, tiny_llama
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine, expected, module
 from transformers import (
     MistralConfig,
@@ -133,8 +134,7 @@ def test_fused_pass_depends_on_the_strides_of_attention(monkeypatch):
     assert isinstance(of_module(made("llama")).net, Fused)
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(("kind", "tree"), one_in(3, product(DRAFTERS, TREES)))
 def test_fused_text_matches_transformers_for_every_drafter(kind, tree):
     greedy = engine(kind, tree, "match")
     assert isinstance(greedy.target.net, Fused)
