@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import in_turn
 from support.oracle import gap, target_law
 from support.tiny import NEW, PROMPTS, TREES, NoHostReads, V, engine, expected, module, processed
 from support.toys import PROCESSED, processed_toy, toy_engine
@@ -77,15 +78,16 @@ def test_processors_read_nothing_on_the_host(tree):
         made.round(seqs, TREES[tree])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize(
-    ("kind", "tree", "rule"),
-    [("null", "empty", "match"), ("model", "chain", "reject"), ("self", "chain", "block"),
-     ("model", "irregular", "reject"), ("self", "grown", "match")],
-)  # fmt: skip
-def test_row_whose_tokens_are_all_ruled_out_is_named(kind, tree, rule, temperature):
+ROUNDS = [
+    ("null", "empty", "match"), ("model", "chain", "reject"), ("self", "chain", "block"),
+    ("model", "irregular", "reject"), ("self", "grown", "match"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("round_", "temperature"), in_turn(ROUNDS, (0.0, 0.9)))
+def test_row_whose_tokens_are_all_ruled_out_is_named(round_, temperature):
     """No token twice: after all V are used, none is left, and token 0 must not stand for it."""
-    made = processed(engine(kind, tree, rule, temperature=temperature), no_repeat_ngram_size=1)
+    made = processed(engine(*round_, temperature=temperature), no_repeat_ngram_size=1)
     [tokens] = made.generate([PROMPTS[0]], V - 1).tokens
     assert sorted(PROMPTS[0] + tokens) == list(range(V))
     said = "no token is left by no_repeat_ngram_size of the generation config of target in row 1: "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama, tiny_tokenizer
+from conftest import in_turn, tiny_llama, tiny_tokenizer
 from support import peak_memory
 from support.tape import taped
 from support.tiny import NoHostReads, gpt2, slowly
@@ -272,11 +272,12 @@ def test_memory_check_counts_int8_weights(tiny_folders, monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("rule", "tree"), [("match", "chain"), ("match", "2x2"), ("reject", "chain")]
+    ("quantised", "shape"),
+    in_turn([(0, 1), (1, 0), (1, 1)], [("match", "chain"), ("match", "2x2"), ("reject", "chain")]),
 )
-@pytest.mark.parametrize(("target", "draft"), [(0, 1), (1, 0), (1, 1)])
-def test_int8_greedy_text_matches_the_target(tiny_folders, target, draft, rule, tree, device):
-    names = [name + "+int8" * q for name, q in zip(tiny_folders, (target, draft), strict=True)]
+def test_int8_greedy_text_matches_the_target(tiny_folders, quantised, shape, device):
+    rule, tree = shape
+    names = [name + "+int8" * q for name, q in zip(tiny_folders, quantised, strict=True)]
     pairing = api.load(*names, gamma=3, rule=rule, tree=tree, device=device)
     ids = pairing.encode(TEXTS)
     pairing.engine.eos = ()
@@ -286,8 +287,9 @@ def test_int8_greedy_text_matches_the_target(tiny_folders, target, draft, rule, 
         assert pairing.generate(TEXTS, NEW).tokens == alone
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("drafter", ["draft", "early_exit:1", "ngram"])
+@pytest.mark.parametrize(
+    ("drafter", "dtype"), in_turn(["draft", "early_exit:1", "ngram"], ["float32", "bfloat16"])
+)
 def test_int8_sampled_text_matches_the_target(tiny_folders, drafter, dtype):
     name = small(tiny_folders[1]) if drafter == "draft" else drafter
     pairing = api.load(small(tiny_folders[0]), name, gamma=3, temperature=0.9, dtype=dtype)
