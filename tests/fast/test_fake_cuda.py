@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from conftest import one_in
+from conftest import in_turn, one_in
 from support import architectures, tiny
 from support.fake_cuda import ATTENTION, ON_HOST, begun
 from support.tiny import DRAFTERS, FAMILIES, PROMPTS, SHAPES, TREES, engine, module, processed
@@ -63,28 +63,28 @@ def test_round_of_any_shape_leaves_the_device(attention, kind, tree, rule, tempe
     stays(attention, kind, tree, rule, temperature)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@layouts
+@pytest.mark.parametrize(("family", "attention"), in_turn(FAMILIES, ATTENTION))
 def test_round_of_another_family_leaves_the_device(attention, family):
     stays(attention, "ngram", "branching", "reject", 0.9, family)
 
 
-@pytest.mark.parametrize("tree", ["chain", "grown"])
-@pytest.mark.parametrize("family", ["granite4", "jamba", "lfm2", "qwen3_5"])
-@layouts
+@pytest.mark.parametrize(
+    ("tree", "family", "attention"),
+    one_in(3, product(["chain", "grown"], ["granite4", "jamba", "lfm2", "qwen3_5"], ATTENTION)),
+)
 def test_round_over_states_leaves_the_device(attention, family, tree):
     stays(attention, "self", tree, "match", 0.9, family)
 
 
-@pytest.mark.parametrize("tree", ["chain", "grown"])
-@layouts
+@pytest.mark.parametrize(("tree", "attention"), in_turn(["chain", "grown"], ATTENTION))
 def test_round_over_rings_leaves_the_device(attention, tree):
     with architectures.short_passes():
         stays(attention, "self", tree, "match", 0.9, "gemma3")
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "bart", "gpt_neo"])
-@layouts
+@pytest.mark.parametrize(
+    ("name", "attention"), in_turn(["bloom", "mpt", "bart", "gpt_neo"], ATTENTION)
+)
 def test_round_with_hooks_leaves_the_device(attention, name):
     target = of_module(architectures.build(name, ATTENTION[attention]))
     own = DraftModel(target.apart("draft"), Sampling(0.0))
@@ -93,8 +93,7 @@ def test_round_with_hooks_leaves_the_device(attention, name):
         assert made.round(seqs, TREES["grown"]).is_meta
 
 
-@pytest.mark.parametrize("tree", ["chain", "grown"])
-@layouts
+@pytest.mark.parametrize(("tree", "attention"), in_turn(["chain", "grown"], ATTENTION))
 def test_round_with_processed_logits_leaves_the_device(attention, tree):
     config = {
         "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [3],
