@@ -1,6 +1,7 @@
 """Tiny real models, folders of them, and a store: what the tests share."""
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import os
@@ -322,9 +323,11 @@ def points(tmp_path):
 
     from specexp.grids import points as grid
 
-    def call(timeout_s: float = 1200, together: bool = False, **axes) -> list[grid.Point]:
+    def call(
+        timeout_s: float = 1200, together: bool = False, notebook: Path = TRIVIAL, **axes
+    ) -> list[grid.Point]:
         file = tmp_path / "trivial.yaml"
-        spec = {"notebook": str(TRIVIAL), "experiment": "grid of trifles", "timeout_s": timeout_s}
+        spec = {"notebook": str(notebook), "experiment": "grid of trifles", "timeout_s": timeout_s}
         file.write_text(yaml.safe_dump(spec | {"grid": axes}))
         return grid.load([file], together=together)
 
@@ -339,12 +342,55 @@ def written(points, monkeypatch):
     return stores.without_kernels(points, monkeypatch)
 
 
-@pytest.fixture
-def filled(store):
-    """A store with three results that were logged by hand."""
+@pytest.fixture(scope="session")
+def filled_once(migrated, tmp_path_factory):
+    """A store with three results that were logged by hand, for tests to copy."""
     from support import stores
 
-    return stores.filled(store)
+    from specexp.tracking import runs
+
+    root = tmp_path_factory.mktemp("filled")
+    shutil.copy(migrated / "mlflow.db", root / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
+        patch.setenv("SPECEXP_MLRUNS", str(root))
+        stores.filled(root)
+        runs.client()._tracking_client.store.engine.dispose()  # which writes its journal back
+    return root
+
+
+@pytest.fixture
+def filled(store, filled_once):
+    """A store with three results that were logged by hand."""
+    return Path(shutil.copytree(filled_once, store, dirs_exist_ok=True))
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """One process that has imported what notebooks import, and forks kernels for many tests. It has
+    two threads, as a control where each point is to have one."""
+    from specexp.grids import kernels, notebooks
+
+    shipped = (HERE.parent / "notebooks").glob("*.ipynb")
+    modules = notebooks.modules_of([TRIVIAL, *sorted(shipped)])
+    server = kernels.Kernels(("torch", "specexp.api", "matplotlib.pyplot", *modules))
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "2")
+            stack.enter_context(server)
+        yield server
+
+
+@pytest.fixture
+def kept(fork_server):
+    """The runner takes kernels from that process: to import all that takes it seconds a grid."""
+    from support import machines
+
+    from specexp.grids.machines import local
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "Here", machines.kept(fork_server))
+        yield
 
 
 @pytest.fixture

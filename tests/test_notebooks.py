@@ -1,6 +1,7 @@
 """Every notebook runs, by papermill as by hand, and logs what the next one compares."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -56,7 +57,9 @@ def prompts_file(tmp_path_factory):
     return str(file)
 
 
-def test_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders, prompts_file):
+def test_notebooks_run_as_a_grid_and_are_compared(
+    store, kept, tmp_path, tiny_folders, prompts_file
+):
     """One store: every experiment by the runner, then the comparison over their runs."""
     target, draft = tiny_folders
     files = []
@@ -68,6 +71,7 @@ def test_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders,
     whole_grid = points.load(files)
     console = Console(record=True, width=160)
     assert runner.run(whole_grid, console) == 0, console.export_text()
+    assert f"{len(SMALL)} of {len(SMALL)} points to run, in forked kernels" in console.export_text()
     finished = runs.runs()
     assert set(finished["experiment"]) == {name[3:] for name in SMALL}
     assert (finished["metrics.exact/pass"] == 1).all()
@@ -113,17 +117,21 @@ def test_notebooks_run_as_a_grid_and_are_compared(store, tmp_path, tiny_folders,
     assert f"{len(finished)} finished runs" in compared.read_text()
 
 
-def test_compare_without_runs_says_what_to_run(store, tmp_path):
-    assert "run `make demo`" in execute("90_compare", tmp_path).read_text()
+def test_compare_without_runs_says_what_to_run(store, tmp_path, fork_server):
+    with (
+        fork_server.worker() as worker,
+        worker.kernel(dict(os.environ), NOTEBOOKS, tmp_path / "log", seed=0) as kernel,
+    ):
+        assert "run `make demo`" in execute("90_compare", tmp_path, km=kernel).read_text()
 
 
-def execute(name: str, folder: Path) -> Path:
+def execute(name: str, folder: Path, **options) -> Path:
     import papermill
 
     out = folder / f"{name}.ipynb"
     papermill.execute_notebook(
         str(NOTEBOOKS / f"{name}.ipynb"), str(out), cwd=str(NOTEBOOKS), kernel_name="python3",
-        progress_bar=False,
+        progress_bar=False, **options,
     )  # fmt: skip
     return out
 
@@ -154,7 +162,9 @@ LM.verify = lambda lm, seqs, draft, taps=(): whole(
 
 
 @pytest.mark.parametrize("name", one_in(3, SMALL))
-def test_planted_divergence_fails_the_notebook(name, store, tmp_path, tiny_folders, prompts_file):
+def test_planted_divergence_fails_the_notebook(
+    name, store, kept, tmp_path, tiny_folders, prompts_file
+):
     """A cache off by one is planted before the check: the notebook stops and logs nothing."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     built = next(i for i, c in enumerate(notebook.cells) if "parameters.insist(params)" in c.source)

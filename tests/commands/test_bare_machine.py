@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import also
 
 ROOT = Path(__file__).parents[2]
 # What such a machine may lack, this package's own installation among it.
@@ -50,9 +51,10 @@ def bare(tmp_path):
     return run
 
 
-def test_collection_names_the_tests_left_out(bare):
+@pytest.mark.parametrize("room", ["fast", *also("")])
+def test_collection_names_the_tests_left_out(bare, room):
     some = ("-k", "test_gpu or test_fused_pass_matches", "-p", "no:cacheprovider")
-    code, said = bare("-m", "pytest", "--collect-only", *some)
+    code, said = bare("-m", "pytest", "--collect-only", *some, f"tests/{room}")
     assert code == 0, said
     assert "test_gpu.py::test_greedy_text_is_that_of_the_cpu" in said
     assert "test_fused.py::test_fused_pass_matches" in said
@@ -84,7 +86,8 @@ def test_bench_runs_on_a_bare_machine(bare, tmp_path):
 
 
 def test_doctor_names_what_is_missing(bare):
-    code, said = bare("-m", "specexp", "doctor")
+    without = "from specexp.commands import app, doctor; doctor.speeds = lambda device: ''"
+    code, said = bare("-c", f"import sys; sys.argv = ['specexp', 'doctor']; {without}; app.main()")
     assert code == 1
     for package in ("mlflow", "papermill"):
         assert f"missing {package}: pip install {package}" in said

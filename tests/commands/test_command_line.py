@@ -532,6 +532,7 @@ def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):
     from specexp.commands import doctor
 
     monkeypatch.setattr(doctor, "missing", lambda: ["papermill: pip install papermill"])
+    monkeypatch.setattr(doctor, "speeds", lambda device: "")
     code, out, _ = run("doctor")
     assert code == 1
     assert "pip install papermill" in out

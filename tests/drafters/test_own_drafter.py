@@ -78,7 +78,7 @@ def mine(tmp_path):
     return tmp_path / "mine.yaml"
 
 
-def test_own_drafter_runs_in_a_grid_and_is_a_parameter_in_mlflow(mine, store):
+def test_own_drafter_runs_in_a_grid_and_is_a_parameter_in_mlflow(mine, store, kept):
     todo = points.load([mine])
     console = Console(record=True, width=200)
     assert runner.run(todo, console) == 0, console.export_text()

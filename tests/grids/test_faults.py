@@ -175,7 +175,7 @@ def kills(bench: Bench, times: int, seed: int) -> tuple[list[str], Counter]:
 
 
 def test_kill_during_resume(bench):
-    found, hit = kills(bench(points=2), 4, seed=6)
+    found, hit = kills(bench(points=2), 3, seed=6)
     assert found == []
     assert len(hit) > 1
 
@@ -242,7 +242,7 @@ def test_harness_catches_a_naive_runner_once_killed(warm, disk, template):
     assert warm.problems(store, [file]) == []
     events = [e for e in whole.events if e[1] not in READING]
     caught: Counter = Counter()
-    for at in range(1, len(events) // 2, 4):
+    for at in range(1, len(events) // 2, 8):
         fresh()
         assert (
             warm.run("naive", store, grids=[str(file)], inject={"do": "kill", "at": at}).code == -9
@@ -294,7 +294,7 @@ def test_disk_errors_are_one_line_and_lose_nothing(bench, do):
     b = bench(points=1)
     kinds = first_of_each_kind(b.events(do))
     assert len(kinds) > 8
-    chosen = kinds[:: 1 + len(kinds) // 5]
+    chosen = kinds[:: 1 + len(kinds) // 4]
     assert each(b, do, chosen, stays=do == "ENOSPC") == []
 
 
@@ -330,7 +330,7 @@ def mounted(tmp_path):
 def test_really_full_disk(warm, template, tmp_path, mounted):
     """Depending on its size it is full in the notebook, an artifact or the database."""
     said = Counter()
-    for room in (0, 50_000, 400_000, 800_000, 1_200_000):
+    for room in (0, 400_000, 1_200_000):
         store = mounted("-t", "tmpfs", "-o", "size=6m", "tmpfs")
         shutil.copy(template / "mlflow.db", store)
         file = tmp_path / "grid.yaml"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import TRIVIAL, tiny_llama
+from conftest import TRIVIAL, one_in, tiny_llama
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -488,7 +488,7 @@ def test_value_of_a_wrong_type_hides_no_other_mistake(load):
 
 
 @pytest.mark.parametrize(
-    "path", sorted(ACCEPTANCE.parent.glob("[1-6]*.ipynb")), ids=lambda p: p.stem
+    "path", one_in(3, sorted(ACCEPTANCE.parent.glob("[1-6]*.ipynb"))), ids=lambda p: p.stem
 )
 def test_value_of_a_wrong_type_is_the_only_mistake_of_a_grid_that_is_right_otherwise(load, path):
     for name, parameter in notebooks.read(path).parameters.items():
@@ -969,7 +969,7 @@ def test_hostile_texts_reach_the_plan_unchanged(load):
     assert all(re.fullmatch("[0-9a-f]{16}", key) for key in keys)
 
 
-@settings(max_examples=200, **FUZZ)
+@settings(max_examples=100, **FUZZ)
 @given(text=st.text(max_size=60), name=st.text(max_size=12))
 @example(text="\ud800", name="x\n")
 def test_any_text_round_trips_or_is_refused(load, text, name):
@@ -1095,7 +1095,7 @@ def test_mutated_grid_loads_or_names_its_problem(load, text):
     holds(load, text)
 
 
-@settings(max_examples=60, **FUZZ)
+@settings(max_examples=30, **FUZZ)
 @given(text=mutated(SHIPPED))
 def test_mutated_shipped_grid_loads_or_names_its_problem(load, text):
     holds(load, text)

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from queue import Empty
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import papermill
 import psutil
 import pytest
 import torch
+from conftest import also, one_in
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.clientwrap import PapermillNotebookClient
@@ -29,7 +31,6 @@ from support.processes import alive, until
 from specexp.grids import kernels, notebooks
 from specexp.grids.execute import _Client
 
-MODULES = ("numpy", "torch", "matplotlib.pyplot", "specexp.api")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,31 +42,21 @@ def one_thread(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def forking():
-    """Two threads, as a control where each point is to have one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "2")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        with kernels.Kernels(MODULES) as k:
-            yield k
-
-
-@pytest.fixture(scope="module")
 def plain():
-    with kernels.Kernels(MODULES, forked=False) as k:
+    with kernels.Kernels(forked=False) as k:
         yield k
 
 
 @pytest.fixture
-def worker(forking):
-    with forking.worker() as s:
+def worker(fork_server):
+    with fork_server.worker() as s:
         yield s
 
 
 @pytest.fixture(params=["forked", "plain"])
 def either(request):
     """A worker of forked or plain kernels, which behave alike."""
-    k = request.getfixturevalue({"forked": "forking", "plain": "plain"}[request.param])
+    k = request.getfixturevalue({"forked": "fork_server", "plain": "plain"}[request.param])
     with k.worker() as s:
         yield s
 
@@ -122,13 +113,13 @@ def test_modules_that_notebooks_import_are_preloaded(tmp_path):
     )  # fmt: skip
 
 
-def test_forked_kernel_has_everything_imported(go, forking, worker):
+def test_forked_kernel_has_everything_imported(go, fork_server, worker):
     names = "specexp.api", "matplotlib.pyplot", "nowhere.to.be.found"
     look = (
         f"import sys; print([n in sys.modules for n in {names}], 'matplotlib_inline' in sys.path)"
     )
     assert go(worker, look) == ["[True, True, False] False"]
-    assert forking.how == "forked kernels"
+    assert fork_server.how == "forked kernels"
 
 
 def test_kernel_has_its_environment_and_folder(go, either, monkeypatch):
@@ -272,7 +263,11 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("either", "end"),
+    [*product(["forked"], ENDS), *one_in(3, product(["plain"], reversed(ENDS)))],
+    indirect=["either"],
+)
 def test_no_process_outlives_a_point_whose_end_is_reported(go, either, tmp_path, end):
     def during(worker):
         assert all(alive(p) for p in pids()[1:])  # the control: only the end ends them
@@ -326,8 +321,8 @@ def test_kernel_that_cannot_start_logs_why(go, either, tmp_path):
     assert go(either, "print(1)") == ["1"]
 
 
-def test_killed_slot_takes_its_kernel_and_no_other(go, forking, tmp_path):
-    with forking.worker() as worker, forking.worker() as other:
+def test_killed_slot_takes_its_kernel_and_no_other(go, fork_server, tmp_path):
+    with fork_server.worker() as worker, fork_server.worker() as other:
         assert go(other, "print(1)") == ["1"]
         with pytest.raises(DeadKernelError):
             go(worker, CHILDREN, "os.kill(os.getppid(), 9); time.sleep(600)")
@@ -340,13 +335,13 @@ def test_killed_slot_takes_its_kernel_and_no_other(go, forking, tmp_path):
         before = other.worker_pid
         assert go(other, "print(1)") == ["1"]
         assert other.worker_pid == before
-    assert forking.how == "forked kernels"
+    assert fork_server.how == "forked kernels"
 
 
-def test_workers_run_points_at_once(go, forking):
+def test_workers_run_points_at_once(go, fork_server):
     def work(name: str) -> list[str]:
         cell = f"import time; time.sleep(0.1); print({name!r})"
-        with forking.worker() as worker:
+        with fork_server.worker() as worker:
             return [go(worker, cell)[0] for _ in range(3)]
 
     with ThreadPoolExecutor(2) as pool:
@@ -445,8 +440,7 @@ RUNNER = """
 import os, sys
 from pathlib import Path
 import nbclient, nbformat
-from specexp.grids import kernels, notebooks
-from specexp.grids.execute import _Client
+from specexp.grids import kernels
 
 folder, modules, state, cell = Path(sys.argv[1]), *sys.argv[2:]
 with kernels.Kernels(modules.split(), state != "plain") as k, k.worker() as worker:
@@ -479,7 +473,7 @@ def test_killed_runner_leaves_no_process(helpers, tmp_path, state):
     until(lambda: not Path(folder).exists())
 
 
-@pytest.mark.parametrize("length", [74, 75, 150])
+@pytest.mark.parametrize("length", [74, 75, *also(150)])
 def test_long_temporary_folder_name(go, tmp_path, monkeypatch, length):
     home = Path(tempfile.mkdtemp(dir="/tmp"))
     long = home / ("x" * (length - len(str(home)) - 1))

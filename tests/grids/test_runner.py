@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import nbformat
 import psutil
 import pytest
+import torch
 import yaml
 from conftest import TRIVIAL
 from mlflow.exceptions import MlflowException
@@ -32,6 +33,9 @@ from specexp.grids.machines import local
 from specexp.grids.progress import ERROR, Failure
 from specexp.tracking import audit, compare, rebuild, results, runs
 from specexp.tracking.results import claim, holder, intact
+
+pytestmark = pytest.mark.usefixtures("kept")
+Here = local.Here  # with a fork server of its own
 
 
 def go(points: list[grid.Point], **options) -> tuple[int, str]:
@@ -52,13 +56,27 @@ def statuses() -> dict[str, str]:
     return {r.data.tags["run_key"]: r.info.status for r in found}
 
 
-def start(tmp_path) -> subprocess.Popen:
-    """Start a runner process on the grid that `points` wrote."""
-    code = (
-        "import sys; from pathlib import Path; from specexp.grids import points, runner; "
-        f"sys.exit(runner.run(points.load([Path({str(tmp_path / 'trivial.yaml')!r})])))"
-    )
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+@pytest.fixture
+def start(warm, store, tmp_path):
+    """Start a runner process, with a fork server of its own, on the grid that `points` wrote;
+    returns its process id."""
+
+    def call(**environment: str) -> int:
+        grids, threads = [str(tmp_path / "trivial.yaml")], torch.get_num_threads()
+        return warm.start(
+            "grid", store, real=True, grids=grids, threads=threads, environment=environment
+        )
+
+    return call
+
+
+@pytest.fixture
+def light(points, tmp_path):
+    """Points of that notebook, but that its kernels import no torch."""
+    own = tmp_path / "light.ipynb"
+    stub = "import os; from specexp.tracking import provenance as p; p.tags = lambda device: {}"
+    own.write_text(TRIVIAL.read_text().replace("import os", stub))
+    return partial(points, notebook=own)
 
 
 @pytest.mark.parametrize(("credible", "times"), [([0, 1], 2), ([0, 0], 2), ([1], 1), ([], 1)])
@@ -358,15 +376,16 @@ def test_points_without_a_fork_server_are_lost_and_rerun(store, points, monkeypa
     todo = points(x=[1, 2])
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", shutil.which("false"))
-        code, said = go(todo)
+        code, said = go(todo, machines=Here(todo))
     assert code == 1
     assert said.count("lost: the fork server exited with status 1") == 2
     assert go(todo)[0] == 0
 
 
 def test_hanging_point_ends_at_its_timeout_with_its_processes(store, points):
+    todo = points(timeout_s=4, how=["hangs"])
     before = set(psutil.Process().children(recursive=True))
-    code, _ = go(points(timeout_s=4, how=["hangs"]))
+    code, _ = go(todo, machines=Here(todo))
     assert code == 1
     assert list(runs.runs().columns) == []
     [kept] = (store / "failed").iterdir()
@@ -375,18 +394,17 @@ def test_hanging_point_ends_at_its_timeout_with_its_processes(store, points):
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_killed_runner_loses_nothing(store, points, tmp_path, monkeypatch):
-    todo = points(how=["well", "slow"])
+def test_killed_runner_loses_nothing(store, light, warm, start, monkeypatch):
+    todo = light(how=["well", "slow"])
     first, second = (store / "results" / p.run_key for p in todo)
-    with monkeypatch.context() as never:
-        never.setenv("SLOW_S", "600")
-        child = start(tmp_path)
+    killed = start(SLOW_S="600")
     until(lambda: list((store / "attempts").glob(f"{todo[1].run_key}-*/log.txt")))
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    os.kill(killed, signal.SIGKILL)
+    assert warm.wait(killed).code == -signal.SIGKILL
     assert first.exists()
     assert not second.exists()
     before = (first / "manifest.json").stat().st_mtime_ns
+    monkeypatch.setenv("SLOW_S", "0")
     code, _ = go(todo)
     assert code == 0
     assert (first / "manifest.json").stat().st_mtime_ns == before
@@ -463,10 +481,10 @@ def test_two_reasons_to_wait_are_each_said_once():
     assert (said.count("waiting for x"), said.count("waiting with y")) == (1, 2)
 
 
-def test_two_runners_share_a_grid(store, points, tmp_path):
-    todo = points(x=list(range(8)))
-    runners = [start(tmp_path) for _ in range(2)]
-    assert [r.wait() for r in runners] == [0, 0]
+def test_two_runners_share_a_grid(store, light, warm, start):
+    todo = light(x=list(range(8)))
+    runners = [start() for _ in range(2)]
+    assert [warm.wait(pid).code for pid in runners] == [0, 0]
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
     assert len(list((store / "results").iterdir())) == 8
     assert not list(store.glob("failed/*"))
@@ -590,17 +608,17 @@ def test_claims_exclude_one_another(store):
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_stop_a_runner_cleanly(store, points, tmp_path, number, expected):
-    todo = points(how=["well", "hangs"])
-    runner = start(tmp_path)
+def test_signals_stop_a_runner_cleanly(store, light, warm, start, number, expected):
+    todo = light(how=["well", "hangs"])
+    runner = start()
     hanging = todo[1].run_key
     until(lambda: list((store / "attempts").glob(f"{hanging}-*/log.txt")))
     time.sleep(1)
-    below = psutil.Process(runner.pid).children(recursive=True)
-    runner.send_signal(number)
+    below = psutil.Process(runner).children(recursive=True)
+    os.kill(runner, number)
     time.sleep(0.2)
-    runner.send_signal(number)
-    assert runner.wait() == expected
+    os.kill(runner, number)
+    assert warm.wait(runner).code == expected
     assert statuses() == {todo[0].run_key: "FINISHED", hanging: "KILLED"}
     assert not list((store / "attempts").iterdir())
     until(lambda: not any(alive(p) for p in below))

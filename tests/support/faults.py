@@ -102,7 +102,8 @@ class Warm:
         """Start a job (a function of `JOBS`) and return its process id.
 
         inject: arguments of the Injector. tune: {"grids.runner.PATIENCE_S": 1} sets that global.
-        environment: variables. limits: {"RLIMIT_FSIZE": bytes}. Others are passed to the job.
+        environment: variables. limits: {"RLIMIT_FSIZE": bytes}. threads: of torch, which a run key
+        names. Others are passed to the job.
         """
         return int(self._ask({"ask": "start", "job": {"do": do, "store": str(store), **job}}))
 
@@ -510,6 +511,13 @@ def _initialise(job: dict[str, Any]) -> None:
         track.initialise()
 
 
+def _open(job: dict[str, Any]) -> int:
+    from specexp.tracking import runs as track
+
+    _initialise(job)
+    return len(track.client().search_experiments())
+
+
 def _naive(job: dict[str, Any]) -> None:
     from specexp.grids import points as grid
 
@@ -517,8 +525,7 @@ def _naive(job: dict[str, Any]) -> None:
 
 
 JOBS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "grid": _grid, "check": _check, "initialise": _initialise,
-    "naive": _naive,
+    "grid": _grid, "check": _check, "initialise": _initialise, "open": _open, "naive": _naive,
 }  # fmt: skip
 
 
@@ -662,6 +669,10 @@ def _child(job: dict[str, Any], folder: Path) -> int:
         resource.setrlimit(getattr(resource, name), (value, value))
     if job.get("clock"):
         _upset_clock(job["clock"])
+    if job.get("threads"):
+        import torch
+
+        torch.set_num_threads(job["threads"])
     injector = Injector(Path(job["store"]), folder / "trace", **job.get("inject") or {})
     if job["do"] == "grid":
         _mark_phases(injector)

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from support.artifacts import digests
+from support.machines import Idle
 
 from specexp.grids import runner as run
 from specexp.grids.machines import local
@@ -55,6 +56,7 @@ def without_kernels(
         (attempt / "result.json").write_text(json.dumps(record))
 
     monkeypatch.setattr(local, "execute", execute)
+    monkeypatch.setattr(local, "Here", Idle)
     return lambda *xs: points(x=list(xs))
 
 

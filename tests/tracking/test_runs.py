@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import io
 import json
-import multiprocessing
 import os
 import sqlite3
 import subprocess
@@ -23,7 +22,7 @@ from specexp.errors import UserError
 from specexp.tracking import compare, mlflow_server, report
 from specexp.tracking import mlflow_view as view
 from specexp.tracking import runs as track
-from specexp.tracking.results import ROOT, claim_or_wait, root
+from specexp.tracking.results import ROOT, root
 
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25, "category/code": 0.75}
 
@@ -224,28 +223,11 @@ def test_run_is_logged_by_an_uninstalled_package(store, monkeypatch):
     assert run["tags.version.torch"] == real("torch")
 
 
-def _first_touch(root: str, barrier) -> None:
-    import os
-
-    os.environ["SPECEXP_MLRUNS"] = root
-    barrier.wait()
-    with claim_or_wait("setup"):
-        track.initialise()
-    track.client().search_experiments()
-
-
-def test_processes_open_a_fresh_store_together(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(3)
-    children = [
-        context.Process(target=_first_touch, args=(str(tmp_path / "fresh"), barrier))
-        for _ in range(3)
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    assert [c.exitcode for c in children] == [0, 0, 0]
+def test_processes_open_a_fresh_store_together(warm, tmp_path):
+    together = [warm.start("open", tmp_path / "fresh") for _ in range(3)]
+    ends = [warm.wait(pid) for pid in together]
+    assert [end.code for end in ends] == [0, 0, 0], [end.said for end in ends]
+    assert [end.value for end in ends] == [1, 1, 1]
 
 
 def test_overview_shows_what_differs_and_was_logged(store):
