@@ -295,9 +295,13 @@ def now(monkeypatch):
 
 @pytest.fixture(scope="session")
 def migrated(tmp_path_factory):
-    """A store whose database exists: creating one takes seconds, copying it does not."""
+    """A store whose database exists: creating one takes seconds, copying it does not. From then on
+    MLflow asks all its migrations only once which is the newest."""
+    from mlflow.store.db import utils
+
     from specexp.tracking import runs
 
+    utils._get_latest_schema_revision = functools.cache(utils._get_latest_schema_revision)
     root = tmp_path_factory.mktemp("migrated")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECEXP_MLRUNS", str(root))

@@ -171,6 +171,8 @@ def _differing(texts: pd.Series) -> pd.Series:
 
 def _metric(runs: pd.DataFrame, name: str, form: str, ends: str = "") -> pd.Series:
     """A metric as text, with its interval if its ends are logged: those begin with `ends`."""
+    if f"metrics.{name}" not in runs:
+        return pd.Series("", runs.index, dtype=object)
     names = (name, *(f"{ends}_{side}" for side in ("low", "high") if ends))
     columns = runs.reindex(columns=[f"metrics.{n}" for n in names]).itertuples(index=False)
     simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")

@@ -34,7 +34,7 @@ from specexp.grids.progress import ERROR, Failure
 from specexp.tracking import audit, compare, rebuild, results, runs
 from specexp.tracking.results import claim, holder, intact
 
-pytestmark = pytest.mark.usefixtures("kept")
+pytestmark = pytest.mark.usefixtures("kept", "copied_tables")
 Here = local.Here  # with a fork server of its own
 
 
