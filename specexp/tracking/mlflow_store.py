@@ -364,8 +364,9 @@ def _configure(uri: str) -> None:
         os.environ.setdefault(name, value)
     if uri.startswith("sqlite"):  # pooled connections would keep writing to a deleted file
         os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
-    for noisy in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    for noisy in map(logging.getLogger, ("alembic", "mlflow.store.db.utils")):
+        if noisy.level != logging.CRITICAL:  # to set it clears the caches of every logger
+            noisy.setLevel(logging.CRITICAL)
 
 
 def _sqlite(file: Path) -> sqlite3.Connection:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -325,6 +325,13 @@ def exactness(part: Sequence[Run]) -> str:
 
 def page(everything: Sequence[Run]) -> str:
     """The page of these runs, a section for each experiment."""
+    names = dict.fromkeys(run.experiment for run in everything)
+    parts = [_section([r for r in everything if r.experiment == name]) for name in names]
+    return str(_template().render(sections=parts, made_of=_made_of(everything)))
+
+
+@cache
+def _template() -> Any:
     import jinja2
 
     environment = jinja2.Environment(
@@ -332,9 +339,7 @@ def page(everything: Sequence[Run]) -> str:
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         finalize=lambda value: harmless(value) if isinstance(value, str) else value,
     )  # fmt: skip
-    names = dict.fromkeys(run.experiment for run in everything)
-    parts = [_section([r for r in everything if r.experiment == name]) for name in names]
-    return environment.get_template(TEMPLATE).render(sections=parts, made_of=_made_of(everything))
+    return environment.get_template(TEMPLATE)
 
 
 def _made_of(everything: Sequence[Run]) -> str:
