@@ -34,7 +34,7 @@ from specexp.grids.progress import ERROR, Failure
 from specexp.tracking import audit, compare, rebuild, results, runs
 from specexp.tracking.results import claim, holder, intact
 
-pytestmark = pytest.mark.usefixtures("kept", "copied_tables")
+pytestmark = pytest.mark.usefixtures("kept")
 Here = local.Here  # with a fork server of its own
 
 
@@ -490,7 +490,7 @@ def test_two_runners_share_a_grid(store, light, warm, start):
     assert not list(store.glob("failed/*"))
 
 
-def test_grid_lists_points_that_another_grid_ran(store, tmp_path):
+def test_grid_lists_points_that_another_grid_ran(store, copied_tables, tmp_path):
     def file(name: str, *xs: int) -> Path:
         path = tmp_path / f"{name}.yaml"
         spec = {"notebook": str(TRIVIAL), "experiment": "shared", "grid": {"x": list(xs)}}
@@ -824,7 +824,7 @@ def test_mlflow_refusal_is_reported_without_waiting(store, points, monkeypatch):
     assert go(todo)[0] == 0
 
 
-def test_rebuild_reports_refusals_and_goes_on(store, points, monkeypatch):
+def test_rebuild_reports_refusals_and_goes_on(store, copied_tables, points, monkeypatch):
     todo = points(x=[1, 2])
     assert go(todo)[0] == 0
     refusing(monkeypatch, todo[0].run_key, "x is beyond", BAD_REQUEST)
