@@ -5,6 +5,7 @@ BIN  := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 export MLFLOW_DISABLE_TELEMETRY := true
 export TOKENIZERS_PARALLELISM := false
+unexport PYTHONDONTWRITEBYTECODE  # of hundreds of processes each would compile all it imports
 
 # For make gpu: the machine's own Python on this checkout, how long a stage may take, the output
 # folder, and the options of bench on a twin.
