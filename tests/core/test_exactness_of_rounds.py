@@ -101,10 +101,11 @@ def test_siblings_without_replacement_keep_the_distribution(rule, law):
 
 @pytest.mark.parametrize(
     ("rule", "drafter", "eos"),
-    one_in(3, itertools.product(CHAIN_RULES.values(), DRAFTERS, [(0,), (1, 2)])),
+    one_in(3, itertools.product(CHAIN_RULES, DRAFTERS, [(0,), (1, 2)])),
 )
 def test_first_eos_ends_the_text(rule, drafter, eos):
     """Some prompts hold one, too; it ends nothing."""
+    rule = CHAIN_RULES[rule]
     engine = toy_engine(rule, drafter, eos=eos)
     for shape in (Tree.chain(2), *[Tree.branching(2)] * (not rule.chains_only)):
         assert gap(engine, texts(3, 6), 3, [shape]) <= ROUNDING
@@ -139,16 +140,13 @@ SAMPLINGS = [
 @pytest.mark.parametrize(
     ("rule", "sampling", "drafted"),
     one_in(
-        2,
-        itertools.product(
-            CHAIN_RULES.values(), SAMPLINGS, [None, Sampling(1.0), Sampling(0.5, top_k=1)]
-        ),
+        2, itertools.product(CHAIN_RULES, SAMPLINGS, [None, Sampling(1.0), Sampling(0.5, top_k=1)])
     ),
     ids=str,
 )
 def test_draft_sampling_does_not_change_the_distribution(rule, sampling, drafted):
     for drafter in ("drawn", "chosen"):
-        engine = toy_engine(rule, drafter, V=4, p="tied", sampling=sampling)
+        engine = toy_engine(CHAIN_RULES[rule], drafter, V=4, p="tied", sampling=sampling)
         engine.drafter.sampling = drafted or sampling
         assert gap(engine, texts(4, 4), 2, [Tree.chain(2)]) <= ROUNDING
 
