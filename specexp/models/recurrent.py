@@ -87,7 +87,7 @@ class State:
 
 
 class ScanState(State):
-    """In a pass by scan, which keeps what it computes itself (scans.py): nothing is kept here."""
+    """In a scan or a walk, which keep what they compute themselves (scans.py): keeps nothing."""
 
     def update_conv_state(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
@@ -441,7 +441,7 @@ def examine(
     (_, at_once), (logits, stepwise) = feed(5, 8, 5), feed(5, 8, None)
     for part, ours, theirs in zip(parts, at_once, stepwise, strict=True):
         part.continues = agree(ours, theirs)
-    for together in (True, False):
+    for together in (True, False) if scanned or any(p.can_walk for p in parts) else ():
         for part in parts:
             part.scanned, part.walked = together and scanned, together and part.can_walk
         states = cache.states = States(parts, 1, 7, 0, device)

@@ -233,7 +233,7 @@ def _differences(root: Path, key: str, run: Any, records: dict[str, Any]) -> Ite
     if run.data.metrics != {n: rounded(v) for n, v in (record["metrics"] | last).items()}:
         yield "other metrics in MLflow"
     for name, curve in record["series"].items():
-        if track.curve(run.info.run_id, name) != {int(k): v for k, v in curve.items()}:
+        if track.curve(run.info.run_id, name) != {int(k): rounded(v) for k, v in curve.items()}:
             yield f"another {name} in MLflow"
     tags = json.loads((root / "results" / key / "tags.json").read_text())
     if run.data.tags.get("attempt") != tags["attempt"]:
