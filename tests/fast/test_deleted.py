@@ -41,17 +41,9 @@ def passes_without_fast(folder: Path, tests: list[str], some: str = "") -> str:
         (folder / name).symlink_to(ROOT / name)
     (folder / "sitecustomize.py").write_text(GONE)
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-x",
-        "--ignore",
-        GRIDS,
-        "-k",
-        some,
-    ]
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "--ignore", GRIDS,
+        "-k", some,
+    ]  # fmt: skip
     run = subprocess.run(
         [*command, *(f"tests/{name}" for name in tests)], cwd=folder, text=True,
         env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True,
