@@ -82,12 +82,14 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
 class AttentionInfo:
     """What the attention of every layer needs to know of a pass over tokens [B, n].
 
-    visible: which slots each token sees; None: its own and all before it. cos, sin [B, 1, n, d]: of
-    the tokens' rotary positions, the first half of sin negated. group: query heads of a key head.
+    visible: which slots each token sees; None: its own and all before it. positions [B, n]; cos,
+    sin [B, 1, n, d]: of the tokens' rotary positions, the first half of sin negated. group: query
+    heads of a key head.
     """
 
     cache: SlotCache
     visible: Branches | None
+    positions: Tensor
     cos: Tensor
     sin: Tensor
     group: int
@@ -231,7 +233,7 @@ class Fused:
         last norm."""
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
-        info = AttentionInfo(cache, visible, *self._rotations(x, positions), self.group)
+        info = AttentionInfo(cache, visible, positions, *self._rotations(x, positions), self.group)
         states = {0: x} if 0 in taps else {}
         norms = [*(layer.before for layer in self.layers[1:]), self.norm]
         each = zip(self.layers, norms, cache.layers, strict=False)
@@ -299,8 +301,8 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
         return None, f"{family} is none of {', '.join(sorted(FAMILIES))}"
     kinds = layers(module.config, context_length(module.config))
     spans = {(layer.window, layer.chunk) for layer in kinds}
-    if len(spans) > 1 or (spans != {(0, 0)} and module.device.type != "cpu"):
-        return None, "its layers have windows"
+    if len(spans) > 1:
+        return None, "not all of its layers have the same window"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
 

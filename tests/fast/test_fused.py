@@ -57,6 +57,7 @@ NETS = {
     "dynamic": lambda: tiny_llama(0, rope_parameters=DYNAMIC),
     "longrope": lambda: tiny_llama(0, rope_parameters=LONG),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    "windows": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=len(TREE))),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
 }

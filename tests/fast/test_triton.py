@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import also, one_in
+from support import architectures
 from support.references import interpreted, references
 from support.tiny import PROMPTS, engine
 from test_fused import fails, made, passed, unfused
@@ -182,7 +183,9 @@ def test_rule_writes_a_number_for_every_token_of_the_vocabulary(rule, temperatur
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["qwen3", *also("llama", "biased", "one key", "a head each")])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "windows", *also("llama", "biased", "one key", "a head each")]
+)
 def test_pass_through_kernels_matches_transformers(name, monkeypatch):
     monkeypatch.setenv("SPECEXP_NATIVE", "off")
     net = made(name, torch.float32)
@@ -195,6 +198,15 @@ def test_pass_through_kernels_matches_transformers(name, monkeypatch):
     for ours, theirs in ((states, wanted_states), (seen.logits, wanted.logits)):
         off = (ours - theirs).norm() / theirs.norm()
         assert off <= fused.ROUNDING[torch.float32]
+
+
+@pytest.mark.interpreter
+def test_ring_read_through_kernels_matches_transformers(monkeypatch):
+    """Prompts in passes of seven tokens, a window of 24."""
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    with interpreted(), architectures.short_passes():
+        served = architectures.outcome("mistral", (1, 40), ("ngram chain",), torch.float32)
+    assert served == "right"
 
 
 @pytest.mark.interpreter

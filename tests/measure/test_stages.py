@@ -78,14 +78,14 @@ def test_missing_gpu_takes_more_than_a_line(raised, capsys, monkeypatch):
 
 def test_weights_that_do_not_fit_stop_smaller_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 3 << 30)
-    monkeypatch.setattr(stages, "of_module", lambda module, name: SimpleNamespace(parameters=1))
+    monkeypatch.setattr(stages, "of_module", lambda *_: SimpleNamespace(parameters=1, net=None))
     made = SimpleNamespace(from_config=lambda config: torch.nn.Identity())
     monkeypatch.setattr(stages, "AutoModelForCausalLM", made)
     monkeypatch.setattr(stages, "PASSES", [])
     rows = Rows(tmp_path / "gpu_passes.json")
     stages.passes(rows, torch.device("cpu"))
-    large, small = rows.rows
-    assert small["ok"]
+    large, small, between = rows.rows
+    assert [row["ok"] for row in (small, between)] == [True, False]
     assert large["error"] == (
         "UserError: the weights take 15.0 GiB and 3.0 GiB are free: choose a model of at most 1.6 "
         "billion parameters, in bfloat16"

@@ -50,6 +50,9 @@ OWN = {
     "llama4_text, temperature", "longcat_flash", "mamba2", "mimo_v2_flash", "mixtral", "mpt",
     "opt", "phi3, longrope", "qwen3_next", "whisper", "xglm", "zamba2",
 }  # fmt: skip
+RINGED = (
+    "mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text", "minimax", "gpt_neo",
+)  # fmt: skip
 OTHERS = [name for name in VARIANTS if name not in OWN and ROWS.get(name) == "right"]
 FIRST = [name for name in VARIANTS if name not in OTHERS]
 
@@ -72,20 +75,29 @@ def test_long_texts_of_families_with_fused_passes_are_those_of_transformers(name
     assert ROWS[name].startswith(served), f"| {name} | {served} |"
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", VARIANTS)
+def test_texts_on_a_gpu_are_those_of_transformers(name):
+    """In float32, since a GPU's kernels take no float64."""
+    mixes = "plain empty", "ngram branching", "self grown"
+    served = architectures.outcome(name, (3, 266), mixes, torch.float32, "cuda")
+    assert ROWS[name].startswith(served), f"| {name} | {served} |"
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "device"),
     [
-        *((name, torch.float64) for name in (
-            "mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text", "minimax", "gpt_neo",
-        )),
-        ("mistral", torch.float32),  # in passes of our own
+        *((name, torch.float64, "cpu") for name in RINGED),
+        *(pytest.param(name, torch.float32, "cuda", marks=pytest.mark.cuda) for name in RINGED),
+        ("mistral", torch.float32, "cpu"),  # in passes of our own
     ],
-)  # fmt: skip
-def test_texts_many_times_as_long_as_a_ring_are_those_of_transformers(name, dtype):
+)
+def test_texts_many_times_as_long_as_a_ring_are_those_of_transformers(name, dtype, device):
     """Prompts of very different lengths in passes of seven tokens; windows and chunks of 24, shared
     keys, sinks. `outcome` compares the memory of the rings, too."""
+    mixes = "ngram chain", "self grown"
     with architectures.short_passes():
-        served = architectures.outcome(name, (1, 40, 130), ("ngram chain", "self grown"), dtype)
+        served = architectures.outcome(name, (1, 40, 130), mixes, dtype, device)
     assert served == "right"
 
 

@@ -178,7 +178,7 @@ def config(kind: str, **changes: Any) -> Any:
     return cls(**fields | OWN.get(kind, {}) | changes)
 
 
-def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Any:
     """The tiny model of a variant, in float64 where its library can: weights spread so widely that
     greedy texts do not repeat one token."""
     kind, changes = variants()[name]
@@ -192,13 +192,13 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
     for weight in module.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 * 1.5)
-    return module if kind in SINGLE else module.to(dtype)
+    return module.to(device) if kind in SINGLE else module.to(device, dtype)
 
 
 @torch.no_grad()
 def greedy(module: Any, prompt: list[int], count: int) -> list[int]:
     """What transformers generates."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=module.device)
     text = module.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
         do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -223,14 +223,18 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def outcome(
-    name: str, lengths: tuple[int, ...], mixes: tuple[str, ...], dtype: torch.dtype = torch.float64
+    name: str,
+    lengths: tuple[int, ...],
+    mixes: tuple[str, ...],
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
 ) -> str:
     """How a variant is served: `right`, perhaps up to so many tokens, or the line that refuses it.
 
     Raises AssertionError where a text, of any of these mixes of drafter and tree, is another than
     transformers': of a ragged batch with prompts of these lengths, and of the longest alone.
     """
-    module = build(name, dtype)
+    module = build(name, dtype, device)
     try:
         lm = of_module(module, "it")
     except UserError as e:

@@ -21,12 +21,14 @@ from specexp.measure.hardware.roofline import copying
 from specexp.models import lm
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
+from specexp.models.memory import Layer
 from specexp.rules import Block, Match, Reject, Rule
 from specexp.sampling import Noise, Sampling
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Branches, Tree
 
 H, K, D, E, HIDDEN, V = 32, 8, 128, 4096, 14336, 128256
+WINDOW = 512
 TURNS = 20
 RECORDED = 6  # calls after which a graph has been captured
 TOGETHER = 10  # calls of a graph, so that starting it does not count
@@ -52,24 +54,32 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
 
     size = dtype.itemsize
     slots = S // 2 + torch.arange(n, device=device).repeat(B, 1)
-    cache = SlotCache(1, B, S)
-    cache.aim(slice(0, B), slots, S)
-    [layer] = cache.layers
-    layer.lazy_initialization(*[some(B, K, n, D)] * 2)
     turns = some(B, 1, n, D), some(B, 1, n, D)
-    line = AttentionInfo(cache, None, *turns, H // K)
+
+    def info(window: int = 0, visible: Branches | None = None) -> AttentionInfo:
+        cache = SlotCache([Layer(window=window)], B, S, room=n)
+        cache.aim(slice(0, B), slots, S)
+        cache.layers[0].lazy_initialization(*[some(B, K, n, D)] * 2)
+        return AttentionInfo(cache, visible, slots, *turns, H // K)
+
+    line = info()
+    [layer] = line.cache.layers
     qkv, q = some(B * n, (H + 2 * K) * D), some(B, H, n, D)
     for name, norms in (("", None), (" with norms", (norm(D), norm(D)))):
         net = SimpleNamespace(heads=H, keys=K, norms=norms)
         rotated = qkv, net, line, layer
         yield Call(f"turned{name}", fused.rotate_and_store, rotated, 2 * qkv.numel() * size)
-    read = (B * (S // 2 + n) * 2 * K + 2 * B * n * H) * D * size
-    arguments = q, layer.keys, layer.values
-    yield Call("attention", fused.attention, (*arguments, line, D**-0.5), read)
-    if n < 64:  # a prompt is no tree
-        ancestors = Tree.chain(n - 1).nodes(device).ancestors
-        tree = AttentionInfo(cache, Branches(slots[:, :1], ancestors), *turns, H // K)
-        yield Call("attention of a tree", fused.attention, (*arguments, tree, D**-0.5), read)
+    tree = Branches(slots[:, :1], Tree.chain(n - 1).nodes(device).ancestors)
+    for name, seen in {
+        "": line, " of a tree": info(visible=tree), " in a window": info(WINDOW),
+    }.items():  # fmt: skip
+        if seen.visible and n >= 64:
+            continue  # a prompt is no tree
+        [own] = seen.cache.layers
+        most = min(S // 2 + n, seen.cache.kinds[0].window + n if seen.cache.kinds[0].window else S)
+        read = (B * most * 2 * K + 2 * B * n * H) * D * size
+        arguments = q, own.keys[:, :, :S], own.values[:, :, :S], seen, D**-0.5
+        yield Call(f"attention{name}", fused.attention, arguments, read)
     x = some(B * n, E)
     yield Call("added", fused.add_norm, (x, x, norm(E)), 4 * x.numel() * size)
     wide = some(B * n, 2 * HIDDEN)

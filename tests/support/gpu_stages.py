@@ -17,14 +17,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 import torch
 from support import gpu_kernels
@@ -59,6 +58,12 @@ TINY = {
     "word_embed_proj_dim": 64, "max_position_embeddings": 128, "initializer_range": 0.4,
     "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+GEMMA_3_4B = {
+    "model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "intermediate_size": 10240, "vocab_size": 262208, "sliding_window": 1024,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
 NEW = 48  # tokens of a text
 FEW = 3  # texts of a pair of which transformers writes a token in 30 ms
 DAMP = 0.045  # of deeper layers: the first 4 of 32 then draft about 4 of 5 tokens right
@@ -71,7 +76,7 @@ class Rows:
     """What a stage has learned so far, in a file that is whole at any time."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.rows, self.turn = file, list[dict[str, Any]](), Lock()
+        self.file, self.rows = file, list[dict[str, Any]]()
 
     def add(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
         """A row of what `run` returns, or of why it did not."""
@@ -86,9 +91,8 @@ class Rows:
         self.keep(row | {"seconds": round(time.perf_counter() - begin, 2)})
 
     def keep(self, row: dict[str, Any]) -> None:
-        with self.turn:
-            self.rows.append(row)
-            files.write(self.file, json.dumps({"rows": self.rows}, indent=1))
+        self.rows.append(row)
+        files.write(self.file, json.dumps({"rows": self.rows}, indent=1))
 
 
 def failed(e: Exception) -> dict[str, Any]:
@@ -140,30 +144,29 @@ def speaks(drafter: str, temperature: float, device: torch.device) -> dict[str, 
 
 
 def exactness(rows: Rows, device: torch.device) -> None:
-    """The tests that need a GPU, each file in a process of its own, side by side: a fault of the
-    device spoils all that follows in its process."""
-    marks = "mark.cuda", "on_every_device"
-    with ThreadPoolExecutor() as pool:
-        for file in sorted((ROOT / "tests").rglob("test_*.py")):
-            if any(mark in file.read_text() for mark in marks):
-                pool.submit(rows.add, file.name, partial(tested, file, rows.file.parent))
+    """The tests that need a GPU, a row for each file, in as many processes as there are cores: a
+    fault of the device spoils what follows in its process."""
+    xml = rows.file.with_suffix(".xml")
+    workers = ["-n", str(os.cpu_count() or 1)] if importlib.util.find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "cuda", f"--junitxml={xml}", *workers]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    if not xml.is_file():
+        raise RuntimeError(f"pytest wrote no report: {said[-2000:]}")
+    files: dict[str, list[Element]] = {}
+    for case in ElementTree.parse(xml).iter("testcase"):
+        files.setdefault(case.get("classname", ""), []).append(case)
+    xml.unlink()
+    for name, cases in sorted(files.items()):
+        rows.add(name, partial(tested, cases))
 
 
-def tested(file: Path, out: Path) -> dict[str, Any]:
-    xml = out / f"{file.stem}.xml"
-    command = [sys.executable, "-m", "pytest", str(file), "-m", "cuda", f"--junitxml={xml}"]
-    if importlib.util.find_spec("xdist"):
-        command += ["-n", "4"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    try:
-        cases = list(ElementTree.parse(xml).iter("testcase"))
-    finally:
-        xml.unlink(missing_ok=True)
+def tested(cases: list[Element]) -> dict[str, Any]:
     wrong = {c.get("name"): c[0].get("message", "")[:300] for c in cases
-              if len(c) and c[0].tag in ("failure", "error")}  # fmt: skip
+             if len(c) and c[0].tag in ("failure", "error")}  # fmt: skip
     if wrong:
         raise AssertionError(f"{len(wrong)} of {len(cases)} fail: {json.dumps(wrong)}")
-    return {"tests": len(cases), "code": run.returncode}
+    took = sum(float(case.get("time", 0)) for case in cases)
+    return {"tests": len(cases), "process_s": round(took, 1)}
 
 
 def kernel_times(rows: Rows, device: torch.device) -> None:
@@ -176,25 +179,26 @@ def kernel_times(rows: Rows, device: torch.device) -> None:
 
 def passes(rows: Rows, device: torch.device) -> None:
     """Passes of random models of 8 and 1 billion parameters, made on the device."""
-    for params in ("8B", "1B"):
+    configs = {params: twins.SHAPES[params].config() for params in ("8B", "1B")}
+    configs["Gemma 3 4B"] = AutoConfig.for_model(**GEMMA_3_4B)
+    for kind, config in configs.items():
         made: list[LM] = []
-        rows.add(f"{params}: weights", partial(random_weights, params, device, made))
+        rows.add(f"{kind}: weights", partial(random_weights, kind, config, device, made))
         for lm, (B, n, S) in product(made, PASSES):
-            name = f"{params}: {B} x {n} tokens, {S} slots"
+            name = f"{kind}: {B} x {n} tokens, {S} slots"
             rows.add(name, partial(one_pass, lm, B, n, S, roofline.copying(device)))
 
 
-def random_weights(params: str, device: torch.device, made: list[LM]) -> dict[str, Any]:
+def random_weights(name: str, config: Any, device: torch.device, made: list[LM]) -> dict[str, Any]:
     """Adds the LM to `made`. Raises UserError if its weights do not fit, and says which would."""
-    config = twins.SHAPES[params].config()
     free = memory.free_memory(device)
     if (need := weight_bytes(config, torch.bfloat16)) > free:
         raise UserError(
             f"the weights take {memory.gib(need)} GiB and {memory.gib(free)} GiB are free: "
             f"{memory.advice(need, 'bfloat16', free)}"
         )
-    made.append(of_module(random_module(config, device), f"random-{params}"))
-    return {"parameters": made[0].parameters}
+    made.append(of_module(random_module(config, device), f"random {name}"))
+    return {"parameters": made[0].parameters, "net": type(made[0].net).__name__}
 
 
 def random_module(config: Any, device: torch.device) -> Any:

@@ -25,6 +25,7 @@ from specexp.fast import fused
 from specexp.models import lm
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
+from specexp.models.memory import Layer
 from specexp.models.scans import FIRST, Scan, Window
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, _signed
@@ -392,15 +393,19 @@ def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, to
     dtype, d = dice.choice(kinds), dice.choice([4, 16, 24])  # no matrices of bfloat16
     K, group = dice.choice([(1, 4), (2, 2), (2, 1)])
     first, B, n = dice.randint(0, 1), dice.randint(1, 2), dice.choice([1, 2, 5])
-    S = dice.choice([12, 40, 150])
-    cache = SlotCache(1, first + B, S + 3)
+    S, window = dice.choice([12, 40, 150]), dice.choice([0, 0, 3, 9])
+    cache = SlotCache([Layer(window=window)], first + B, S + 3)
+    if window and dice.often():  # a ring, of as few places as a pass may need
+        size = min(S + 3, window + n)
+        cache.sizes, cache.layers = {window: size}, [Slots(cache, size)]
     slots = dice.whole(0, S - 2 * n, B, 1) + torch.arange(n, device=dice.device)
     cache.aim(slice(first, first + B), slots, S)
-    visible = None
+    visible, positions = None, slots
     if dice.often():
         b, M = dice.choice([1, B]), n + dice.randint(0, 2)
         own = torch.eye(n, M, dtype=torch.bool, device=dice.device)
         visible = Branches(slots[:, :1], (dice.uniform_(b, n, M) < 0.5).tril(-1) | own)
+        positions = slots[:, :1] + visible.ancestors.sum(-1) - 1
     angles = dice.normal(B, n, d // 2)
     cos, sin = (torch.cat([f(-angles), f(angles)], -1)[:, None] for f in (torch.cos, torch.sin))
     norms = None
@@ -408,7 +413,8 @@ def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, to
         norms = [SimpleNamespace(weight=dice.normal(d).to(dtype), variance_epsilon=1e-5)] * 2
         norms = [fused.Norm(norm) for norm in norms]
     layer = SimpleNamespace(heads=K * group, keys=K, norms=norms)
-    return fused.AttentionInfo(cache, visible, cos.to(dtype), sin.to(dtype), group), layer, dtype
+    rotations = cos.to(dtype), sin.to(dtype)
+    return fused.AttentionInfo(cache, visible, positions, *rotations, group), layer, dtype
 
 
 def keep(dice: Dice) -> Case:
@@ -428,9 +434,10 @@ def keep(dice: Dice) -> Case:
 
 def attention(dice: Dice) -> Case:
     seen, layer, dtype = attention_info(dice)
-    (B, n), d, S = seen.slots.shape, seen.cos.shape[-1], seen.cache.seen
+    (B, n), d, size = seen.slots.shape, seen.cos.shape[-1], seen.cache.layers[0].size
+    S = min(seen.cache.seen, size)
     q = dice.normal(B, n, layer.heads, d).transpose(1, 2).to(dtype)
-    keys, values = (dice.normal(B, layer.keys, S + 3, d)[:, :, :S].to(dtype) for _ in range(2))
+    keys, values = (dice.normal(B, layer.keys, size, d)[:, :, :S].to(dtype) for _ in range(2))
     return Case((dice.odd(q), keys, values, seen, d**-0.5), near=COARSE[dtype])
 
 

@@ -4,7 +4,8 @@ A pass has few queries and many keys, so each program takes all query heads of o
 keys of a row are split among programs (Dao et al. 2023, Flash-Decoding); the last of them to finish
 combines the parts. How many slots a split has is computed on the device, from the row's length: the
 launch does not depend on it, so one graph serves every length. No mask is made: a chain is masked
-by its own slots, a tree from its root on by the table of its ancestors.
+by its own slots, a tree from its root on by the table of its ancestors, and what lies before all
+windows is not read.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ COMBINE_SLOTS = 0.5  # slots that can be read while one query's part of a split 
 
 @triton.jit
 def combine_splits(
-    parts, stats, to, d, share, length, real, here, D: tl.constexpr, QUERIES: tl.constexpr,
+    parts, stats, to, d, share, span, real, here, D: tl.constexpr, QUERIES: tl.constexpr,
     WIDE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The outputs [QUERIES, WIDE] over all splits that have slots."""
     part = tl.arange(0, SPLITS)
     at = stats + (to[:, None] * SPLITS + part[None, :]) * 2
-    wrote = real[:, None] & (part * share < length)[None, :]
+    wrote = real[:, None] & (part * share < span)[None, :]
     level = tl.load(at, wrote, other=-float("inf"), cache_modifier=".cg")
     most = tl.max(level, 1)
     weight = tl.exp2(level - tl.where(most == -float("inf"), 0.0, most)[:, None])
@@ -41,11 +42,11 @@ def combine_splits(
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
     parts += (to * SPLITS * D)[:, None] + d[None, :]
     AT_ONCE: tl.constexpr = 8 if QUERIES < 32 else 2  # as registers allow
-    for first in range(0, tl.cdiv(length, share), AT_ONCE):
+    for first in range(0, tl.cdiv(span, share), AT_ONCE):
         for more in tl.static_range(AT_ONCE):
             one = first + more
             its = tl.load(
-                parts + one * D, here & (one * share < length), other=0.0, cache_modifier=".cg"
+                parts + one * D, here & (one * share < span), other=0.0, cache_modifier=".cg"
             )
             mean += its * tl.sum(tl.where(part[None, :] == one, weight, 0.0), 1)[:, None]
     return mean
@@ -53,17 +54,19 @@ def combine_splits(
 
 @triton.jit
 def attend(
-    x, keys, values, k_s, v_s, d, own, real, begins, stop, end, scale, root, table, M, most, total,
-    mean, D: tl.constexpr, KEYS: tl.constexpr, TREE: tl.constexpr,
+    x, keys, values, k_s, v_s, d, own, least, ring, real, begins, stop, end, scale, root, table, M,
+    most, total, mean, D: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
 ):  # fmt: skip
     """Go on with slots `begins` to `stop` of a split up to `end`: the largest score, sum of weights
     and weighted sum of values of queries x, which are `most`, `total` and `mean` so far."""
     for first in range(begins, stop, KEYS):
         slot = first + tl.arange(0, KEYS)
+        held = slot.to(tl.int32) % ring if WINDOW else slot
         inside = slot < end
         there = inside[:, None] & (d < D)[None, :]
-        k = tl.load(keys + (slot * k_s)[:, None] + d[None, :], there, 0.0)
-        v = tl.load(values + (slot * v_s)[:, None] + d[None, :], there, 0.0)
+        k = tl.load(keys + (held * k_s)[:, None] + d[None, :], there, 0.0)
+        v = tl.load(values + (held * v_s)[:, None] + d[None, :], there, 0.0)
         score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
         sees = real[:, None] & inside[None, :]
         if TREE:
@@ -72,6 +75,8 @@ def attend(
             sees = sees & ((place < 0) | above)
         else:
             sees = sees & (slot[None, :] <= own[:, None])
+        if WINDOW:
+            sees = sees & (slot[None, :] >= least[:, None])
         score = tl.where(sees, score, -float("inf"))
         more = tl.maximum(most, tl.max(score, 1))
         level = tl.where(more == -float("inf"), 0.0, more)
@@ -84,18 +89,19 @@ def attend(
 
 @triton.jit
 def attention_kernel(
-    q, keys, values, slots, roots, ancestors, out, parts, stats, ended, scale, n, slots_b, slots_n,
-    q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b, anc_b, anc_n, M, combine_slots,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    q, keys, values, slots, positions, roots, ancestors, out, parts, stats, ended, scale, n, window,
+    ring, slots_b, slots_n, pos_b, pos_n, q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b,
+    anc_b, anc_n, M, combine_slots, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, TREE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """fused.attention. A program owns a block of queries (tokens times GROUP heads) of one row and
     key head, over one split of the row's slots; the last of a block's programs writes its output.
     Reads q [B, H, n, D], keys and values [B, HEADS, S, D]; writes out [B * n, H * D] and, of each
     split, parts [B * n * H, SPLITS, D] and stats [B * n * H, SPLITS, 2] (largest score, sum of
-    weights). The reference reads all S slots and a mask. scale: of scores, in base 2. WIDE: D up to
-    a power of two."""
+    weights). The reference reads all S slots and a mask. scale: of scores, in base 2. ring: slot s
+    is held at place s % ring. WIDE: D up to a power of two. WINDOW: a token reads `window`
+    positions, its own included; else all."""
     wait_for_previous(DEPENDENT)
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0).to(tl.int64) % HEADS
     split = tl.program_id(1)
@@ -107,78 +113,90 @@ def attention_kernel(
     x = tl.load(q + row * q_b + (at * q_h + token * q_n)[:, None] + d[None, :], here, other=0.0)
 
     length = tl.max(own, 0) + 1  # no query sees a later slot
+    least, first = own, length * 0  # the slots that each query, and any query, sees at least
+    if WINDOW:
+        at_position = positions + row * pos_b + token * pos_n
+        least = tl.load(at_position, real, other=1 << 30) - window + 1
+        first = tl.maximum(tl.min(least, 0), 0) // KEYS * KEYS
+    span = length - first
     # slots of a split: it takes as long to read as all splits take to be combined
-    share = tl.maximum(tl.cdiv(length, SPLITS), tl.sqrt(length * combine_slots).to(tl.int32))
+    share = tl.maximum(tl.cdiv(span, SPLITS), tl.sqrt(span * combine_slots).to(tl.int32))
     share = tl.cdiv(share, KEYS) * KEYS
-    end = tl.minimum((split + 1) * share, length)
+    begins = first + split * share
+    end = tl.minimum(begins + share, length)
     keys, values = keys + row * k_b + head * k_h, values + row * v_b + head * v_h
     most = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
-    begins = split * share
     if TREE:  # the text, which all nodes see, and then the nodes themselves
         root = tl.load(roots + row * roots_b).to(tl.int32)
         table = ancestors + row * anc_b + (token * anc_n)[:, None]
         before = tl.maximum(tl.minimum(root // KEYS * KEYS, end), begins)
         most, total, mean = attend(
-            x, keys, values, k_s, v_s, d, own, real, begins, before, end, scale, root, table, M,
-            most, total, mean, D, KEYS, False,
+            x, keys, values, k_s, v_s, d, own, least, ring, real, begins, before, end, scale, root,
+            table, M, most, total, mean, D, KEYS, WINDOW, False,
         )  # fmt: skip
         begins = before
     else:
         root, table = 0, ancestors
     most, total, mean = attend(
-        x, keys, values, k_s, v_s, d, own, real, begins, end, end, scale, root, table, M,
-        most, total, mean, D, KEYS, TREE,
+        x, keys, values, k_s, v_s, d, own, least, ring, real, begins, end, end, scale, root, table,
+        M, most, total, mean, D, KEYS, WINDOW, TREE,
     )  # fmt: skip
 
     to = (row * n + token) * HEADS * GROUP + at
     last = split == 0
-    if share >= length:  # it has seen all
+    if share >= span:  # it has seen all
         mean /= positive_or_one(total)[:, None]
     elif SPLITS > 1:
-        if split * share < length:
+        if split * share < span:
             tl.store(parts + ((to * SPLITS + split) * D)[:, None] + d[None, :], mean, here)
             tl.store(stats + (to * SPLITS + split) * 2, most, real)
             tl.store(stats + (to * SPLITS + split) * 2 + 1, total, real)
         last = is_last(ended, tl.program_id(0) * tl.num_programs(2) + tl.program_id(2), SPLITS)
         if last:
             mean = combine_splits(
-                parts, stats, to, d, share, length, real, here, D, QUERIES, WIDE, SPLITS
+                parts, stats, to, d, share, span, real, here, D, QUERIES, WIDE, SPLITS
             )
     tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here & last)
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scale: float) -> Tensor:
     (B, H, n, d), K, S = q.shape, keys.shape[1], keys.shape[2]
-    slots, visible = info.slots, info.visible
+    slots, positions, visible = info.slots, info.positions, info.visible
     root, ancestors = (
         (slots, slots[..., None]) if visible is None else (visible.root, visible.ancestors)
     )
     tensors = [q, keys, values, ancestors]
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
-    tile = tile_sizes(H // K * n, d, S, B * K, q.dtype)
+    kind, size = info.cache.kinds[0], info.cache.layers[0].size
+    if kind.chunk or (visible is not None and 0 < kind.window < ancestors.shape[2]):
+        return NotImplemented  # nodes would lie outside windows
+    read = min(S, kind.window + n) if kind.window else S
+    tile = tile_sizes(H // K * n, d, read, B * K, q.dtype)
     out = q.new_empty(B * n, H * d)
     splits = tile["SPLITS"]
     parts = torch.empty(B * n * H, splits, d, device=q.device) if splits > 1 else out
     stats = torch.empty(B * n * H, splits, 2, device=q.device) if splits > 1 else out
     shared = ancestors.stride(0) if len(ancestors) > 1 else 0  # all rows may have one tree
-    queries, size = H // K * n, tile["QUERIES"]
-    blocks, combine_slots = triton.cdiv(queries, size), COMBINE_SLOTS * min(queries, size)
+    queries, block = H // K * n, tile["QUERIES"]
+    blocks, combine_slots = triton.cdiv(queries, block), COMBINE_SLOTS * min(queries, block)
     attention_kernel[B * K, splits, blocks](
-        q, keys, values, slots, root, ancestors, out, parts, stats,
-        counters(q.device, FILLED), scale * 1.4426950408889634, n, *slots.stride(), *q.stride()[:3],
+        q, keys, values, slots, positions, root, ancestors, out, parts, stats,
+        counters(q.device, FILLED), scale * 1.4426950408889634, n, kind.window,
+        size - 1 if size < info.cache.size else S, *slots.stride(), *positions.stride(),
+        *q.stride()[:3],
         *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
         ancestors.stride(1), ancestors.shape[2], combine_slots, HEADS=K, GROUP=H // K,
-        TREE=visible is not None, **tile, **dependent_launch(q),
+        WINDOW=kind.window > 0, TREE=visible is not None, **tile, **dependent_launch(q),
     )  # fmt: skip
     return out
 
 
 def tile_sizes(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
-    """A program's tile, and the number of splits, for a cache of S slots and `heads` key heads in
-    all rows together."""
+    """A program's tile, and the number of splits, if S slots are read and there are `heads` key
+    heads in all rows together."""
     size, keys = (64, 64) if dtype.itemsize == 2 else (32, 32)
     size = max(16, min(size, triton.next_power_of_2(queries)))  # 16: the least product
     programs = heads * triton.cdiv(queries, size)

@@ -22,20 +22,20 @@ WIDEST = 16384  # numbers of a row that one program holds
 
 @triton.jit
 def rotate_kernel(
-    qkv, cos, sin, slots, q_norm, k_norm, q, keys, values, eps, n, qkv_r, slots_b, slots_n,
+    qkv, cos, sin, places, q_norm, k_norm, q, keys, values, eps, n, qkv_r, places_b, places_n,
     k_b, k_h, k_s, v_b, v_h, v_s, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, NORMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """fused.rotate_and_store. A program owns one head of one token: it reads it in qkv [B * n,
-    (H + 2K) D], and writes its query to q [B, H, n, D], or its key or value to its slot. cos, sin
+    (H + 2K) D], and writes its query to q [B, H, n, D], or its key or value to its place. cos, sin
     [B * n, D]. WIDE: D up to a power of two."""
     wait_for_previous(DEPENDENT)
-    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, token = place // n, place % n
+    at, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, token = at // n, at % n
     d = tl.arange(0, WIDE)
     real = d < D
     other = (d + D // 2) % D  # the half of the head that is mixed into this one
-    here = qkv + place * qkv_r + head * D
+    here = qkv + at * qkv_r + head * D
     x = tl.load(here + d, real, other=0.0).to(tl.float32)
     if head < H + K:
         y = tl.load(here + other, real, other=0.0).to(tl.float32)
@@ -44,15 +44,15 @@ def rotate_kernel(
             size = tl.rsqrt(tl.sum(x * x, 0) / D + eps)
             x = x * size * tl.load(weight + d, real, other=0.0).to(tl.float32)
             y = y * size * tl.load(weight + other, real, other=0.0).to(tl.float32)
-        x = x * tl.load(cos + place * D + d, real, other=0.0).to(tl.float32)
-        x += y * tl.load(sin + place * D + d, real, other=0.0).to(tl.float32)
-    slot = tl.load(slots + row * slots_b + token * slots_n)
+        x = x * tl.load(cos + at * D + d, real, other=0.0).to(tl.float32)
+        x += y * tl.load(sin + at * D + d, real, other=0.0).to(tl.float32)
+    place = tl.load(places + row * places_b + token * places_n)
     if head < H:
         to = q + ((row * H + head) * n + token) * D
     elif head < H + K:
-        to = keys + row * k_b + (head - H) * k_h + slot * k_s
+        to = keys + row * k_b + (head - H) * k_h + place * k_s
     else:
-        to = values + row * v_b + (head - H - K) * v_h + slot * v_s
+        to = values + row * v_b + (head - H - K) * v_h + place * v_s
     tl.store(to + d, x.to(q.dtype.element_ty), real)
 
 
@@ -60,7 +60,7 @@ def rotate_and_store(
     qkv: Tensor, layer: Layer, info: AttentionInfo, cache: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, _, n, d = info.cos.shape
-    H, K, slots = layer.heads, layer.keys, info.slots
+    H, K, places = layer.heads, layer.keys, cache.cache.places[cache.size][:, 0, :, 0]
     norms = [norm.weight for norm in layer.norms or ()]
     if qkv.dtype not in KINDS or d % 2 or qkv.stride(1) != 1:
         return NotImplemented
@@ -72,8 +72,8 @@ def rotate_and_store(
     keys, values = cache.keys[seen], cache.values[seen]
     q = qkv.new_empty(B, H, n, d)
     rotate_kernel[B * n, H + 2 * K](
-        qkv, info.cos, info.sin, slots, *(norms or (qkv, qkv)), q, keys, values,
-        layer.norms[0].eps if layer.norms else 0.0, n, qkv.stride(0), *slots.stride(),
+        qkv, info.cos, info.sin, places, *(norms or (qkv, qkv)), q, keys, values,
+        layer.norms[0].eps if layer.norms else 0.0, n, qkv.stride(0), *places.stride(),
         *keys.stride()[:3], *values.stride()[:3], H=H, K=K, D=d,
         WIDE=triton.next_power_of_2(d), NORMS=bool(norms), **dependent_launch(qkv),
     )  # fmt: skip
