@@ -60,13 +60,15 @@ def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
     """The layers of a model with this config. context: its longest text in tokens; a window or
     chunk that is as long counts as none."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
-    sharing = getattr(config, "kv_sharing_modes", None)
     field, windowed = "sliding_window", "sliding"
     if own_names := getattr(config, "attention_layers", None):  # GPT-Neo
         kinds = ["sliding_attention" if kind == "local" else "full_attention" for kind in own_names]
         field = "window_size"
     elif getattr(config, "model_type", "") == "minimax":
         windowed = "full"  # it reads the window in all layers with keys
+    sharing = getattr(config, "kv_sharing_modes", None)
+    if sharing is None and (last := getattr(config, "num_kv_shared_layers", 0)):
+        sharing = [None] * (config.num_hidden_layers - last) + ["reuse"] * last  # in 5.17
     described = []
     for i, own in enumerate(configs(config)):
         sizes = (getattr(own, name, None) for name in (field, "attention_chunk_size"))
