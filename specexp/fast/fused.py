@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,10 +25,9 @@ from torch import Tensor, nn
 from specexp.errors import first_line, ran_out
 from specexp.fast.cpu import build, passes
 from specexp.fast.cpu.passes import Native
-from specexp.models import int8, lm
+from specexp.models import int8, lm, memory
 from specexp.models.cache import SlotCache
 from specexp.models.lm import Network, among_all, product
-from specexp.models.memory import layers
 from specexp.models.servable import context_length
 from specexp.ops import kernel, op
 from specexp.tree import Branches
@@ -80,30 +78,34 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """What the attention of every layer needs to know of a pass over tokens [B, n].
+    """What attention needs to know of a pass over tokens [B, n], in layers of one kind.
 
-    visible: which slots each token sees; None: its own and all before it. positions [B, n]; cos,
-    sin [B, 1, n, d]: of the tokens' rotary positions, the first half of sin negated. group: query
-    heads of a key head.
+    visible: which slots each token sees, windows aside; None: its own and all before it. positions
+    [B, n]. masks: those that were made, by the number of query heads of a key head and of tokens.
     """
 
     cache: SlotCache
     visible: Branches | None
     positions: Tensor
-    cos: Tensor
-    sin: Tensor
-    group: int
+    kind: memory.Layer
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def slots(self) -> Tensor:
         """[B, n]: where each token's own key lies."""
         return self.cache.slots[:, 0, :, 0]
 
-    @cached_property
-    def mask(self) -> Tensor:
-        """[B, 1, group * n, S] for `scaled_dot_product_attention`."""
-        mask = self.cache.mask(self.cache.near(self.visible), self.cos.dtype)
-        return mask.repeat(1, 1, self.group, 1) if self.group > 1 else mask
+    @property
+    def size(self) -> int:
+        """Places that these layers have."""
+        return self.cache.sizes[self.kind.span]
+
+    def mask(self, dtype: torch.dtype, group: int, n: int) -> Tensor:
+        """[B, 1, group * n, S] for `scaled_dot_product_attention`, of the last n tokens."""
+        if (group, n) not in self.masks:
+            mask = self.cache.mask(self.cache.near(self.visible, self.kind), dtype)[:, :, -n:]
+            self.masks[group, n] = mask.repeat(1, 1, group, 1) if group > 1 else mask
+        return self.masks[group, n]
 
 
 @op
@@ -136,31 +138,48 @@ def product_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @op
 def rotate_and_store(
-    qkv: Tensor, layer: Layer, info: AttentionInfo, cache: Any
+    qkv: Tensor, layer: Layer, rotations: tuple[Tensor, Tensor], cache: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate the queries and keys in qkv [B * n, (H + 2K) d] by their positions (Su et al. 2021),
-    and write keys and values to the cache. Returns queries [B, H, n, d], and the layer's whole
-    cache of keys and of values, each [B, K, S, d]."""
-    B, _, n, d = info.cos.shape
+    and write keys and values to the cache. rotations: their cosines and sines [B, 1, n, d], the
+    first half of the sines negated. Returns queries [B, H, n, d], and the layer's whole cache of
+    keys and of values, each [B, K, S, d]."""
+    (B, _, n, d), (cos, sin) = rotations[0].shape, rotations
     H, K = layer.heads, layer.keys
     qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
     if layer.norms:
         q, k, v = qkv.split((H, K, K), 1)
         qkv = torch.cat([layer.norms[0](q), layer.norms[1](k), v], 1)
     x, v = qkv.split((H + K, K), 1)
-    x = torch.addcmul(x * info.cos, x.roll(d // 2, -1), info.sin)
+    x = torch.addcmul(x * cos, x.roll(d // 2, -1), sin)
     q, k = x.split((H, K), 1)
     return q, *cache.update(k, v)
 
 
 @op
-def attention(q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scale: float) -> Tensor:
-    """Attention [B * n, H * d] of queries [B, H, n, d] over keys and values [B, K, S, d]."""
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scale: float,
+    cap: float = 0.0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention [B * n, H * d] of queries [B, H, n, d], which are those of the last n tokens of a
+    pass, over keys and values [B, K, S, d]. cap:
+    scores lie within -cap to cap, by a tangent (Gemma 2); 0: anywhere. sinks [H]: the score of a
+    key of each head whose value is 0 (gpt-oss)."""
     B, H, n, d = q.shape
+    group = H // keys.shape[1]
     q = q.reshape(B, keys.shape[1], -1, d)  # the queries of a key head together: no key is copied
-    heads = F.scaled_dot_product_attention(q, keys, values, info.mask, scale=scale)
+    mask = info.mask(q.dtype, group, n)
+    if cap or sinks is not None:
+        score = scale * q @ keys.transpose(2, 3)
+        score = (cap * (score / cap).tanh() if cap else score) + mask
+        if sinks is not None:
+            sink = sinks.view(1, -1, group, 1).repeat_interleave(n, 2).expand(B, -1, -1, 1)
+            score = torch.cat([score, sink.to(score.dtype)], -1)
+        heads = score.softmax(-1, torch.float32)[..., : keys.shape[2]].to(values.dtype) @ values
+    else:
+        heads = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
     heads = heads.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4)  # kernels differ in strides
-    return heads.reshape(B * n, H * d)
+    return heads.reshape(B * n, -1)
 
 
 @op
@@ -189,11 +208,12 @@ class Layer:
         self.hidden = mlp.gate_proj.out_features
 
     def __call__(
-        self, x: Tensor, read: Tensor, info: AttentionInfo, cache: Any, then: Norm | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, read: Tensor, info: AttentionInfo, rotations: tuple[Tensor, Tensor],
+        cache: Any, then: Norm | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """read: x after this layer's first norm. Returns the new x, and x after the norm `then`."""
         qkv = product(read, self.qkv, self.qkv_bias)
-        q, keys, values = rotate_and_store(qkv, self, info, cache)
+        q, keys, values = rotate_and_store(qkv, self, rotations, cache)
         heads = attention(q, keys, values, info, self.scale)
         x, read = product_add_norm(x, heads, self.out, self.out_bias, self.after)
         read = product_swiglu(read, self.up, self.up_bias)
@@ -222,7 +242,6 @@ class Fused:
         self.norm, self.head = norm and Norm(norm), head
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
-        self.group = self.layers[0].heads // self.layers[0].keys
         self.by_length_up_to = by_length_up_to(head)
 
     def __call__(
@@ -233,13 +252,14 @@ class Fused:
         last norm."""
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
-        info = AttentionInfo(cache, visible, positions, *self._rotations(x, positions), self.group)
+        info = AttentionInfo(cache, visible, positions, cache.kinds[0])
+        rotations = self._rotations(x, positions)
         states = {0: x} if 0 in taps else {}
         norms = [*(layer.before for layer in self.layers[1:]), self.norm]
         each = zip(self.layers, norms, cache.layers, strict=False)
         for t, (layer, then, slots) in enumerate(each, 1):
             # an early exit has fewer layers than the cache
-            x, read = layer(x, read, info, slots, then)
+            x, read = layer(x, read, info, rotations, slots, then)
             states |= {t: x} if t in taps else {}
         states[-1] = x
         states[len(self.layers)] = x = read
@@ -261,14 +281,14 @@ class Fused:
         return normed if self.adds else x, torch.cat([self.beside[0](embedded), normed], -1)
 
     def _rotations(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `AttentionInfo`, in the dtype of x."""
+        """Of `rotate_and_store`, in the dtype of x."""
         angles = positions[..., None] * self.frequencies
         scale = self.rotary.attention_scaling
         cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
-@kernel(lm.network, "cpu", "cuda")
+@kernel(lm.network, "cpu")
 def network(module: Any, name: str, vocab: int) -> Network:
     """The module's fused passes, compiled if they can be; none after a warning that says why. All
     LMs of one module and vocabulary share them."""
@@ -290,7 +310,7 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
 def warn(name: str, net: object, why: str) -> None:
     """Log why a module is run by `net` (None: by transformers) and by nothing faster."""
     if why:
-        how = "in torch's operations, uncompiled" if net else "without the fast kernels"
+        how = "in torch's operations, uncompiled" if net else "without passes of our own"
         log.warning("%s: run %s, because %s", name, how, why)
 
 
@@ -299,7 +319,7 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     family = type(module).__name__
     if family not in FAMILIES:
         return None, f"{family} is none of {', '.join(sorted(FAMILIES))}"
-    kinds = layers(module.config, context_length(module.config))
+    kinds = memory.layers(module.config, context_length(module.config))
     spans = {(layer.window, layer.chunk) for layer in kinds}
     if len(spans) > 1:
         return None, "not all of its layers have the same window"

@@ -157,11 +157,11 @@ class SlotCache(Cache):
             return masks.popitem()[1]
         return {kind: masks[span] for kind, span in spans.items()}
 
-    def near(self, visible: Branches | None) -> Tensor | None:
-        """Which places each token sees, bool [b, n, m], where all layers have the same window or
-        chunk; None: its own slot and all before it."""
+    def near(self, visible: Branches | None, kind: Layer) -> Tensor | None:
+        """Which places of layers of this kind each token sees, bool [b, n, m]; None: its own slot
+        and all before it."""
         seen = None if visible is None else visible.mask(self.seen)
-        return self._near(seen, self.kinds[0].window, self.kinds[0].chunk)
+        return self._near(seen, kind.window, kind.chunk)
 
     def _near(self, visible: Tensor | None, window: int, chunk: int) -> Tensor | None:
         """The part [b, n, m] of `visible` that lies in each token's window and chunk, over the m

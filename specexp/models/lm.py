@@ -152,8 +152,8 @@ class Unfused:
         net = self.module.base_model if last == 0 else self.module
         options: dict[str, Any] = {} if last == 0 else {"logits_to_keep": last or 0}
         if self.attends:
-            mask = cache.masks(visible, self.module.dtype)
-            options |= {"position_ids": positions, "attention_mask": mask, "past_key_values": cache}
+            options |= {"position_ids": positions, "past_key_values": cache}
+            options |= {"attention_mask": self.masks(visible, cache)}
         else:
             options |= {"cache_params": cache}
         out = net(
@@ -162,6 +162,10 @@ class Unfused:
         )  # fmt: skip
         hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
+
+    def masks(self, visible: Branches | None, cache: SlotCache) -> Any:
+        """What the module is given for a mask."""
+        return cache.masks(visible, self.module.dtype)
 
 
 @op

@@ -157,9 +157,9 @@ def probe(lm: LM) -> None:
     if lm.module in _PROBED:
         return
     with _refusing(lm.name, lm.module):
-        difference = _difference(lm, _probe_length(lm))
-    if difference > (0.1 if lm.dtype == torch.bfloat16 else 0.01):  # far beyond rounding
-        apart = f"differ by {difference:.1e} of their size from those of each path alone"
+        off = difference(lm, probe_length(lm))
+    if off > (0.1 if lm.dtype == torch.bfloat16 else 0.01):  # far beyond rounding
+        apart = f"differ by {off:.1e} of their size from those of each path alone"
         raise _unservable(lm.name, lm.module, f"its logits over a tree {apart}")
     _PROBED.add(lm.module)
 
@@ -182,7 +182,7 @@ def _unservable(name: str, module: Any, seen: str, error: Exception | None = Non
     return UserError(f"{kind} cannot be served; choose another model: {why}")
 
 
-def _probe_length(lm: LM) -> int:
+def probe_length(lm: LM) -> int:
     """The tokens of the longer prefix of a probe: enough to pass every length in the config at
     which the model may behave otherwise (a window, a chunk, ...), if that many are read in
     seconds."""
@@ -200,7 +200,7 @@ def _probe_length(lm: LM) -> int:
 
 
 @torch.inference_mode()
-def _difference(lm: LM, length: int) -> float:
+def difference(lm: LM, length: int) -> float:
     """The relative difference between an LM's logits in two rounds over a tree and those of its
     module, which reads each path alone and without a cache; infinite logits aside.
 

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from specexp import ops
 from specexp.engine import Engine, judged
-from specexp.fast import fused
+from specexp.fast import fused, lighter
 from specexp.fast.fused import Fused
-from specexp.models import lm
+from specexp.models import lm, load
 from specexp.models.lm import Forward
 from specexp.models.load import of_module
 from specexp.rules import Block, Match, Reject
@@ -200,6 +200,20 @@ def test_pass_through_kernels_matches_transformers(name, monkeypatch):
         assert off <= fused.ROUNDING[torch.float32]
 
 
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "gemma4_text", "qwen3_next"])
+def test_lighter_pass_through_kernels_matches_transformers(name):
+    """Caps, sinks, windows, layers that share keys, states; over a tree, and without a mask."""
+    module = architectures.build(name, torch.float32)
+    with interpreted():
+        net = lighter.network(module, "it", architectures.V)
+        off = load.difference(lm.LM(module, "it", architectures.V, net), 40)
+    assert off < fused.ROUNDING[torch.float32]
+    assert net.by_length_up_to > 0
+
+
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_ring_read_through_kernels_matches_transformers(monkeypatch):
     """Prompts in passes of seven tokens, a window of 24."""

@@ -4,19 +4,28 @@ The page's table of architectures is what these tests observe; they print a row 
 """
 
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import one_in
+from conftest import also, one_in
 from support import architectures
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4 import modeling_gemma4 as gemma4
+from transformers.models.glm import modeling_glm as glm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from specexp import ops
 from specexp.drafters import early_exit
 from specexp.drafters.early_exit import EarlyExit
 from specexp.errors import UserError
+from specexp.fast import lighter
 from specexp.fast.fused import FAMILIES
+from specexp.models import lm
 from specexp.models.load import of_module
 from specexp.models.memory import layers
 from specexp.sampling import Sampling
@@ -117,6 +126,71 @@ def test_texts_many_times_as_long_as_any_ring_are_those_of_transformers():
     with architectures.short_passes():
         served = {n: architectures.outcome(n, (1, 40, 130), ("ngram branching",)) for n in ringed}
     assert served == dict.fromkeys(ringed, "right")
+
+
+@pytest.fixture
+def lightened(monkeypatch):
+    """Unfused modules run on a CPU as they do on a GPU, but for its kernels."""
+    ops.kernels_of(torch.device("cpu"))
+    kernels = ops.OPS[lm.network].kernels
+    monkeypatch.setitem(kernels, "cpu", (lighter.network, lambda: True))
+    ops.forget()
+
+
+# windows, caps of scores, sinks, layers over the last tokens, states, indexers, biases
+LIGHTER = (
+    "gemma3_text", "gemma2", "gpt_oss", "gemma4_text", "qwen3_next", "deepseek_v32", "bloom",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*LIGHTER, *also(*(v for v in VARIANTS if v not in LIGHTER))])
+def test_texts_of_lighter_passes_are_those_of_transformers(name, lightened):
+    served = architectures.outcome(name, (3, 266), ("ngram branching", "self grown"), torch.float32)
+    assert ROWS[name].startswith(served), f"| {name} | {served} |"
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "masks"),
+    [
+        ("gemma3_text", {"Gemma3RMSNorm": 25, "Gemma3Attention": 4}, False),
+        ("gpt_oss", {"GptOssRMSNorm": 9, "GptOssAttention": 4}, False),
+        ("deepseek_v32", {"DeepseekV32RMSNorm": 17, "DeepseekV32Attention": 4}, True),
+        ("bloom", {}, True),
+    ],
+)
+def test_module_is_changed_where_its_operations_are_kernels(name, changed, masks, lightened):
+    module = architectures.build(name, torch.float32)
+    net = of_module(module, "it").net
+    parts = [part for part in net.module.modules() if "forward" in vars(part)]
+    counted = Counter(type(part).__name__ for part in parts)
+    assert {kind: counted[kind] for kind in changed} == changed
+    assert net.table.off == masks
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+class GatedNorm(LlamaRMSNorm):
+    def forward(self, x, gate):
+        return super().forward(x) * gate
+
+
+def test_norms_are_known_by_what_they_do():
+    plain, shifted = LlamaRMSNorm(8), Gemma3RMSNorm(8)
+    for norm in (plain, shifted):
+        torch.nn.init.normal_(norm.weight)
+    assert (lighter.above(plain), lighter.above(shifted)) == (0.0, 1.0)
+    assert lighter.above(plain.bfloat16()) == 0.0
+    plain.variance_epsilon = 1e-3
+    assert lighter.above(plain) == 0.0
+    plain.forward = lambda x: 1.1 * LlamaRMSNorm.forward(plain, x)
+    assert lighter.above(plain) is None
+    assert lighter.above(GatedNorm(8)) is None
+    assert lighter.above(torch.nn.LayerNorm(8)) is None
+
+
+def test_rotations_are_known_by_what_they_do():
+    assert lighter.rotates(gemma3.apply_rotary_pos_emb)
+    assert not lighter.rotates(glm.apply_rotary_pos_emb)  # pairs of neighbours
+    assert not lighter.rotates(gemma4.apply_rotary_pos_emb)  # of queries alone
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])

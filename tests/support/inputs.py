@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specexp import engine, ops, rules, sampling, sequences
 from specexp.drafters.ngram import NGram
 from specexp.drafters.recycle import Table
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
-from specexp.fast import fused
+from specexp.fast import fused, lighter
 from specexp.models import lm
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
@@ -387,7 +389,7 @@ COARSE = {torch.float32: (1e-5, 1e-5), torch.float16: (5e-3, 5e-3), torch.bfloat
 KINDS = list(COARSE)
 
 
-def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, torch.dtype]:
+def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, int, torch.dtype]:
     """Tokens of some rows of a cache with one layer in use, a line or a tree; and that layer."""
     kinds = KINDS if dice.device.type == "cuda" else KINDS[:2]  # Triton's interpreter multiplies
     dtype, d = dice.choice(kinds), dice.choice([4, 16, 24])  # no matrices of bfloat16
@@ -406,15 +408,12 @@ def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, to
         own = torch.eye(n, M, dtype=torch.bool, device=dice.device)
         visible = Branches(slots[:, :1], (dice.uniform_(b, n, M) < 0.5).tril(-1) | own)
         positions = slots[:, :1] + visible.ancestors.sum(-1) - 1
-    angles = dice.normal(B, n, d // 2)
-    cos, sin = (torch.cat([f(-angles), f(angles)], -1)[:, None] for f in (torch.cos, torch.sin))
     norms = None
     if dice.often():
         norms = [SimpleNamespace(weight=dice.normal(d).to(dtype), variance_epsilon=1e-5)] * 2
         norms = [fused.Norm(norm) for norm in norms]
-    layer = SimpleNamespace(heads=K * group, keys=K, norms=norms)
-    rotations = cos.to(dtype), sin.to(dtype)
-    return fused.AttentionInfo(cache, visible, positions, *rotations, group), layer, dtype
+    layer = SimpleNamespace(heads=K * group, keys=K, norms=norms, cache=cache)
+    return fused.AttentionInfo(cache, visible, positions, cache.kinds[0]), layer, d, dtype
 
 
 def keep(dice: Dice) -> Case:
@@ -433,23 +432,52 @@ def keep(dice: Dice) -> Case:
 
 
 def attention(dice: Dice) -> Case:
-    seen, layer, dtype = attention_info(dice)
-    (B, n), d, size = seen.slots.shape, seen.cos.shape[-1], seen.cache.layers[0].size
+    seen, layer, d, dtype = attention_info(dice)
+    (B, n), size = seen.slots.shape, seen.size
     S = min(seen.cache.seen, size)
-    q = dice.normal(B, n, layer.heads, d).transpose(1, 2).to(dtype)
+    last = dice.choice([n, n, 1])  # some modules have layers over the last tokens alone
+    q = dice.normal(B, last, layer.heads, d).transpose(1, 2).to(dtype)
     keys, values = (dice.normal(B, layer.keys, size, d)[:, :, :S].to(dtype) for _ in range(2))
-    return Case((dice.odd(q), keys, values, seen, d**-0.5), near=COARSE[dtype])
+    cap = dice.choice([0.0, 0.0, 2.0])
+    sinks = dice.normal(layer.heads).to(dtype) if dice.often() else None
+    return Case((dice.odd(q), keys, values, seen, d**-0.5, cap, sinks), near=COARSE[dtype])
 
 
 def rotate_and_store(dice: Dice) -> Case:
-    seen, layer, dtype = attention_info(dice)
-    (B, n), d = seen.slots.shape, seen.cos.shape[-1]
+    seen, layer, d, dtype = attention_info(dice)
+    B, n = seen.slots.shape
+    angles = dice.normal(B, n, d // 2)
+    cos, sin = (torch.cat([f(-angles), f(angles)], -1)[:, None] for f in (torch.cos, torch.sin))
+    rotations = cos.to(dtype), sin.to(dtype)
     [slots] = seen.cache.layers
     if dice.random() < 0.9:  # else this is the first pass of all
         one = dice.normal(B, layer.keys, n, d).to(dtype)
         slots.lazy_initialization(one, one)
     qkv = dice.normal(B * n, (layer.heads + 2 * layer.keys) * d).to(dtype)
-    return Case((dice.odd(qkv), layer, seen, slots), near=COARSE[dtype])
+    return Case((dice.odd(qkv), layer, rotations, slots), near=COARSE[dtype])
+
+
+def rms_norm(dice: Dice) -> Case:
+    """Rows that lie apart, too, as queries do before they are rotated."""
+    dtype, E = dice.choice(KINDS), dice.choice([4, 33, 600])
+    norm = dice.choice([LlamaRMSNorm, Gemma3RMSNorm])(E)
+    norm.above = float(isinstance(norm, Gemma3RMSNorm))
+    norm.weight = torch.nn.Parameter(dice.normal(E).to(dtype), requires_grad=False)
+    x = dice.normal(dice.randint(1, 2), dice.randint(1, 4), dice.randint(1, 3), E).to(dtype)
+    x = dice.choice([x, x[0], x.transpose(1, 2)])
+    return Case((dice.odd(x), norm), near=COARSE[dtype])
+
+
+def rotate(dice: Dice) -> Case:
+    dtype, B, n, d = (
+        dice.choice(KINDS),
+        dice.randint(1, 2),
+        dice.randint(1, 4),
+        dice.choice([2, 24]),
+    )
+    q, k = (dice.normal(B, n, dice.choice([1, 4]), d).transpose(1, 2).to(dtype) for _ in range(2))
+    cos, sin = (dice.normal(dice.choice([1, B]), n, d).to(dtype) for _ in range(2))
+    return Case((dice.odd(q), k, cos, sin), near=COARSE[dtype])
 
 
 def add_norm(dice: Dice) -> Case:
@@ -576,6 +604,8 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     Slots.keep: keep,
     fused.attention: attention,
     fused.rotate_and_store: rotate_and_store,
+    lighter.rms_norm: rms_norm,
+    lighter.rotate: rotate,
     fused.add_norm: add_norm,
     fused.product_add_norm: product_add_norm,
     fused.swiglu: swiglu,

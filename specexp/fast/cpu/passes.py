@@ -85,7 +85,8 @@ class Native:
         tapped = (c_int64 * len(taps))(*taps)
         size = cache.layers[0].size
         seen = min(cache.seen, size)
-        arguments = (tokens, positions, cache.places[size], cache.near(visible), inputs.get("x"))
+        near = cache.near(visible, cache.kinds[0])
+        arguments = (tokens, positions, cache.places[size], near, inputs.get("x"))
         packed = [None if x is None else x.contiguous() for x in arguments]
         states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
         logits = torch.empty(B, last, net.all)

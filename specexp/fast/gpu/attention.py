@@ -22,12 +22,14 @@ from specexp.fast.gpu.layers import KINDS
 
 FILLED = 256  # programs that keep a large GPU busy
 SPLITS = 32  # at most
+LOG2E = 1.4426950408889634
+WIDEST = 512  # head that fits
 COMBINE_SLOTS = 0.5  # slots that can be read while one query's part of a split is written and read
 
 
 @triton.jit
 def combine_splits(
-    parts, stats, to, d, share, span, real, here, D: tl.constexpr, QUERIES: tl.constexpr,
+    parts, stats, to, d, share, span, sink, real, here, D: tl.constexpr, QUERIES: tl.constexpr,
     WIDE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The outputs [QUERIES, WIDE] over all splits that have slots."""
@@ -36,9 +38,10 @@ def combine_splits(
     wrote = real[:, None] & (part * share < span)[None, :]
     level = tl.load(at, wrote, other=-float("inf"), cache_modifier=".cg")
     most = tl.max(level, 1)
-    weight = tl.exp2(level - tl.where(most == -float("inf"), 0.0, most)[:, None])
+    most = tl.where(most == -float("inf"), 0.0, most)
+    weight = tl.exp2(level - most[:, None])
     total = tl.load(at + 1, wrote, other=0.0, cache_modifier=".cg")
-    weight /= positive_or_one(tl.sum(total * weight, 1))[:, None]
+    weight /= positive_or_one(tl.sum(total * weight, 1) + tl.exp2(sink - most))[:, None]
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
     parts += (to * SPLITS * D)[:, None] + d[None, :]
     AT_ONCE: tl.constexpr = 8 if QUERIES < 32 else 2  # as registers allow
@@ -54,20 +57,22 @@ def combine_splits(
 
 @triton.jit
 def attend(
-    x, keys, values, k_s, v_s, d, own, least, ring, real, begins, stop, end, scale, root, table, M,
-    most, total, mean, D: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    TREE: tl.constexpr,
+    x, keys, values, k_s, v_s, d, own, least, ring, real, begins, stop, end, scale, cap, root,
+    table, M, most, total, mean, D: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Go on with slots `begins` to `stop` of a split up to `end`: the largest score, sum of weights
     and weighted sum of values of queries x, which are `most`, `total` and `mean` so far."""
     for first in range(begins, stop, KEYS):
         slot = first + tl.arange(0, KEYS)
-        held = slot.to(tl.int32) % ring if WINDOW else slot
+        held = slot % ring if WINDOW else slot
         inside = slot < end
         there = inside[:, None] & (d < D)[None, :]
         k = tl.load(keys + (held * k_s)[:, None] + d[None, :], there, 0.0)
         v = tl.load(values + (held * v_s)[:, None] + d[None, :], there, 0.0)
         score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
+        if CAPPED:  # the tangent of a score, of which the exponential is in base 2
+            score = cap - 2 * cap / (1 + tl.exp2(score * (2.885390081777927 / cap)))
         sees = real[:, None] & inside[None, :]
         if TREE:
             place = (slot - root)[None, :]
@@ -89,18 +94,20 @@ def attend(
 
 @triton.jit
 def attention_kernel(
-    q, keys, values, slots, positions, roots, ancestors, out, parts, stats, ended, scale, n, window,
-    ring, slots_b, slots_n, pos_b, pos_n, q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h, v_s, roots_b,
-    anc_b, anc_n, M, combine_slots, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    q, keys, values, slots, positions, roots, ancestors, sinks, out, parts, stats, ended, scale,
+    cap, n, window, ring, slots_b, slots_n, pos_b, pos_n, q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h,
+    v_s, roots_b, anc_b, anc_n, M, combine_slots, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr,
     WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, TREE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SINKS: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """fused.attention. A program owns a block of queries (tokens times GROUP heads) of one row and
     key head, over one split of the row's slots; the last of a block's programs writes its output.
     Reads q [B, H, n, D], keys and values [B, HEADS, S, D]; writes out [B * n, H * D] and, of each
     split, parts [B * n * H, SPLITS, D] and stats [B * n * H, SPLITS, 2] (largest score, sum of
-    weights). The reference reads all S slots and a mask. scale: of scores, in base 2. ring: slot s
-    is held at place s % ring. WIDE: D up to a power of two. WINDOW: a token reads `window`
+    weights). The reference reads all S slots and a mask. scale, cap: of scores, in base 2. ring:
+    slot s is held at place s % ring. WIDE: D up to a power of two. WINDOW: a token reads `window`
     positions, its own included; else all."""
     wait_for_previous(DEPENDENT)
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0).to(tl.int64) % HEADS
@@ -108,7 +115,7 @@ def attention_kernel(
     query = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     token, real = query // GROUP, query < n * GROUP
     at, d = head * GROUP + query % GROUP, tl.arange(0, WIDE)
-    own = tl.load(slots + row * slots_b + token * slots_n, mask=real, other=-1)
+    own = tl.load(slots + row * slots_b + token * slots_n, mask=real, other=-1).to(tl.int32)
     here = real[:, None] & (d < D)[None, :]
     x = tl.load(q + row * q_b + (at * q_h + token * q_n)[:, None] + d[None, :], here, other=0.0)
 
@@ -116,7 +123,7 @@ def attention_kernel(
     least, first = own, length * 0  # the slots that each query, and any query, sees at least
     if WINDOW:
         at_position = positions + row * pos_b + token * pos_n
-        least = tl.load(at_position, real, other=1 << 30) - window + 1
+        least = tl.load(at_position, real, other=1 << 30).to(tl.int32) - window + 1
         first = tl.maximum(tl.min(least, 0), 0) // KEYS * KEYS
     span = length - first
     # slots of a split: it takes as long to read as all splits take to be combined
@@ -133,20 +140,24 @@ def attention_kernel(
         table = ancestors + row * anc_b + (token * anc_n)[:, None]
         before = tl.maximum(tl.minimum(root // KEYS * KEYS, end), begins)
         most, total, mean = attend(
-            x, keys, values, k_s, v_s, d, own, least, ring, real, begins, before, end, scale, root,
-            table, M, most, total, mean, D, KEYS, WINDOW, False,
+            x, keys, values, k_s, v_s, d, own, least, ring, real, begins, before, end, scale, cap,
+            root, table, M, most, total, mean, D, KEYS, CAPPED, WINDOW, False,
         )  # fmt: skip
         begins = before
     else:
         root, table = 0, ancestors
     most, total, mean = attend(
-        x, keys, values, k_s, v_s, d, own, least, ring, real, begins, end, end, scale, root, table,
-        M, most, total, mean, D, KEYS, WINDOW, TREE,
+        x, keys, values, k_s, v_s, d, own, least, ring, real, begins, end, end, scale, cap, root,
+        table, M, most, total, mean, D, KEYS, CAPPED, WINDOW, TREE,
     )  # fmt: skip
 
     to = (row * n + token) * HEADS * GROUP + at
     last = split == 0
+    sink = tl.full([QUERIES], -float("inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + at, real, other=0.0).to(tl.float32) * 1.4426950408889634
     if share >= span:  # it has seen all
+        total += tl.exp2(sink - tl.where(most == -float("inf"), 0.0, most))
         mean /= positive_or_one(total)[:, None]
     elif SPLITS > 1:
         if split * share < span:
@@ -156,23 +167,28 @@ def attention_kernel(
         last = is_last(ended, tl.program_id(0) * tl.num_programs(2) + tl.program_id(2), SPLITS)
         if last:
             mean = combine_splits(
-                parts, stats, to, d, share, span, real, here, D, QUERIES, WIDE, SPLITS
+                parts, stats, to, d, share, span, sink, real, here, D, QUERIES, WIDE, SPLITS
             )
     tl.store(out + (to * D)[:, None] + d[None, :], mean.to(out.dtype.element_ty), here & last)
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scale: float) -> Tensor:
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scale: float,
+    cap: float = 0.0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     (B, H, n, d), K, S = q.shape, keys.shape[1], keys.shape[2]
-    slots, positions, visible = info.slots, info.positions, info.visible
+    slots, positions, visible = info.slots[:, -n:], info.positions[:, -n:], info.visible
     root, ancestors = (
-        (slots, slots[..., None]) if visible is None else (visible.root, visible.ancestors)
+        (slots, slots[..., None]) if visible is None else (visible.root, visible.ancestors[:, -n:])
     )
     tensors = [q, keys, values, ancestors]
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
-    kind, size = info.cache.kinds[0], info.cache.layers[0].size
-    if kind.chunk or (visible is not None and 0 < kind.window < ancestors.shape[2]):
-        return NotImplemented  # nodes would lie outside windows
+    kind, size = info.kind, info.size
+    if kind.chunk or values.shape != keys.shape or d > WIDEST:
+        return NotImplemented
+    if visible is not None and 0 < kind.window < ancestors.shape[2]:
+        return NotImplemented  # nodes may lie outside windows
     read = min(S, kind.window + n) if kind.window else S
     tile = tile_sizes(H // K * n, d, read, B * K, q.dtype)
     out = q.new_empty(B * n, H * d)
@@ -183,13 +199,14 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scal
     queries, block = H // K * n, tile["QUERIES"]
     blocks, combine_slots = triton.cdiv(queries, block), COMBINE_SLOTS * min(queries, block)
     attention_kernel[B * K, splits, blocks](
-        q, keys, values, slots, positions, root, ancestors, out, parts, stats,
-        counters(q.device, FILLED), scale * 1.4426950408889634, n, kind.window,
+        q, keys, values, slots, positions, root, ancestors, q if sinks is None else sinks, out,
+        parts, stats, counters(q.device, FILLED), scale * LOG2E, cap * LOG2E, n, kind.window,
         size - 1 if size < info.cache.size else S, *slots.stride(), *positions.stride(),
         *q.stride()[:3],
         *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
         ancestors.stride(1), ancestors.shape[2], combine_slots, HEADS=K, GROUP=H // K,
-        WINDOW=kind.window > 0, TREE=visible is not None, **tile, **dependent_launch(q),
+        SINKS=sinks is not None, CAPPED=cap > 0, WINDOW=kind.window > 0, TREE=visible is not None,
+        **tile, **dependent_launch(q),
     )  # fmt: skip
     return out
 
@@ -197,12 +214,13 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, info: AttentionInfo, scal
 def tile_sizes(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
     """A program's tile, and the number of splits, if S slots are read and there are `heads` key
     heads in all rows together."""
-    size, keys = (64, 64) if dtype.itemsize == 2 else (32, 32)
-    size = max(16, min(size, triton.next_power_of_2(queries)))  # 16: the least product
+    wide = max(16, triton.next_power_of_2(d))
+    most = 64 if dtype.itemsize == 2 else 32
+    keys = max(16, most * 128 // max(128, wide))  # as shared memory allows
+    size = max(16, min(keys, triton.next_power_of_2(queries)))  # 16: the least product
     programs = heads * triton.cdiv(queries, size)
     most = min(SPLITS, FILLED // programs, triton.cdiv(S, keys))
     splits = 1 << max(most, 1).bit_length() - 1
-    wide = max(16, triton.next_power_of_2(d))
     warps, stages = (4, 3) if dtype.itemsize == 2 else (8, 2)
     more = {"num_warps": warps, "num_stages": stages}
     return {"D": d, "WIDE": wide, "QUERIES": size, "KEYS": keys, "SPLITS": splits} | more

@@ -1,7 +1,8 @@
 """What a decoder layer does between its matrix products and attention, one kernel each.
 
-They are faster than their references in fused.py, which take two to nine launches each, of two
-microseconds whatever their size. Numbers are float32 inside and rounded once, when written.
+They are faster than their references in fused.py and lighter.py, which take two to ten launches
+each, of two microseconds whatever their size. Numbers are float32 inside and rounded once, when
+written.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexp.fast.fused import AttentionInfo, Layer, Norm
+from specexp.fast.fused import Layer, Norm
 from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.lighter import epsilon
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16384  # numbers of a row that one program holds
@@ -57,14 +59,14 @@ def rotate_kernel(
 
 
 def rotate_and_store(
-    qkv: Tensor, layer: Layer, info: AttentionInfo, cache: Any
+    qkv: Tensor, layer: Layer, rotations: tuple[Tensor, Tensor], cache: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    B, _, n, d = info.cos.shape
+    B, _, n, d = rotations[0].shape
     H, K, places = layer.heads, layer.keys, cache.cache.places[cache.size][:, 0, :, 0]
     norms = [norm.weight for norm in layer.norms or ()]
     if qkv.dtype not in KINDS or d % 2 or qkv.stride(1) != 1:
         return NotImplemented
-    if any(x.dtype != qkv.dtype or not x.is_contiguous() for x in (info.cos, info.sin)):
+    if any(x.dtype != qkv.dtype or not x.is_contiguous() for x in rotations):
         return NotImplemented
     if not cache.is_initialized:
         cache.lazy_initialization(*[qkv.new_empty(B, K, n, d)] * 2)
@@ -72,7 +74,7 @@ def rotate_and_store(
     keys, values = cache.keys[seen], cache.values[seen]
     q = qkv.new_empty(B, H, n, d)
     rotate_kernel[B * n, H + 2 * K](
-        qkv, info.cos, info.sin, places, *(norms or (qkv, qkv)), q, keys, values,
+        qkv, *rotations, places, *(norms or (qkv, qkv)), q, keys, values,
         layer.norms[0].eps if layer.norms else 0.0, n, qkv.stride(0), *places.stride(),
         *keys.stride()[:3], *values.stride()[:3], H=H, K=K, D=d,
         WIDE=triton.next_power_of_2(d), NORMS=bool(norms), **dependent_launch(qkv),
@@ -156,3 +158,78 @@ def swiglu(x: Tensor) -> Tensor:
     grid = len(x), triton.cdiv(hidden, 1024)
     swiglu_kernel[grid](x, out, HIDDEN=hidden, BLOCK=1024, **dependent_launch(x))
     return out
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, weight, out, eps, above, n_1, n_2, x_0, x_1, x_2, out_0, out_1, out_2, E: tl.constexpr,
+    WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """lighter.rms_norm of x [n_0, n_1, n_2, E], to out. A program owns one row."""
+    e, row = tl.arange(0, WIDE), tl.program_id(0).to(tl.int64)
+    first, second, third = row // (n_1 * n_2), row // n_2 % n_1, row % n_2
+    real = e < E
+    scale = tl.load(weight + e, real, other=0.0).to(tl.float32) + above
+    wait_for_previous(DEPENDENT)
+    at = x + first * x_0 + second * x_1 + third * x_2
+    y = tl.load(at + e, real, other=0.0).to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / E + eps) * scale
+    to = out + first * out_0 + second * out_1 + third * out_2
+    tl.store(to + e, y.to(out.dtype.element_ty), real)
+
+
+def rms_norm(x: Tensor, norm: Any) -> Tensor:
+    E = x.shape[-1]
+    if x.dtype not in KINDS or norm.weight.dtype != x.dtype or not 1 < x.dim() < 5 or E > WIDEST:
+        return NotImplemented
+    if x.stride(-1) != 1 or norm.weight.shape != (E,):
+        return NotImplemented
+    out = torch.empty_like(x)
+    x_rows, out_rows = (y[(None,) * (4 - x.dim())] for y in (x, out))
+    wide = triton.next_power_of_2(E)
+    rms_norm_kernel[x.numel() // E,](
+        x, norm.weight, out, epsilon(norm), norm.above, *x_rows.shape[1:3], *x_rows.stride()[:3],
+        *out_rows.stride()[:3], E=E, WIDE=wide, num_warps=max(1, min(16, wide // 512)),
+        **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def turn_kernel(
+    q, k, cos, sin, q_out, k_out, n, q_b, q_h, q_n, k_b, k_h, k_n, cos_b, cos_n, sin_b, sin_n,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """lighter.rotate of q [B, H, n, D] and k [B, K, n, D], to q_out and k_out. A program owns one
+    head of one token."""
+    wait_for_previous(DEPENDENT)
+    at, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
+    row, token, real, other = at // n, at % n, d < D, (d + D // 2) % D
+    if head < H:
+        here = q + row * q_b + head * q_h + token * q_n
+        to = q_out + ((row * H + head) * n + token) * D
+    else:
+        here = k + row * k_b + (head - H) * k_h + token * k_n
+        to = k_out + ((row * K + head - H) * n + token) * D
+    x = tl.load(here + d, real, other=0.0).to(tl.float32)
+    y = tl.load(here + other, real, other=0.0).to(tl.float32)
+    x = x * tl.load(cos + row * cos_b + token * cos_n + d, real, other=0.0).to(tl.float32)
+    y = y * tl.load(sin + row * sin_b + token * sin_n + d, real, other=0.0).to(tl.float32)
+    x += tl.where(d < D // 2, -y, y)
+    tl.store(to + d, x.to(q_out.dtype.element_ty), real)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    (B, H, n, d), K = q.shape, k.shape[1]
+    tensors = q, k, cos, sin
+    if q.dtype not in KINDS or d % 2 or any(x.stride(-1) != 1 for x in tensors):
+        return NotImplemented
+    if any(x.dtype != q.dtype for x in tensors) or cos.shape[1:] != (n, d) != sin.shape[1:]:
+        return NotImplemented
+    cos, sin = cos.expand(B, n, d), sin.expand(B, n, d)
+    q_out, k_out = q.new_empty(B, H, n, d), k.new_empty(B, K, n, d)
+    turn_kernel[B * n, H + K](
+        q, k, cos, sin, q_out, k_out, n, *q.stride()[:3], *k.stride()[:3], *cos.stride()[:2],
+        *sin.stride()[:2], H=H, K=K, D=d, WIDE=triton.next_power_of_2(d), **dependent_launch(q),
+    )  # fmt: skip
+    return q_out, k_out

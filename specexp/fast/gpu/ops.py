@@ -16,7 +16,7 @@ from specexp import engine, rules
 from specexp.drafters.ngram import NGram
 from specexp.drafters.suffix import Suffix
 from specexp.errors import first_line
-from specexp.fast import cuda_graphs, fused, fused_eagle
+from specexp.fast import cuda_graphs, fused, fused_eagle, lighter
 from specexp.fast.private import keep_triton
 from specexp.models import lm
 from specexp.models.cache import Slots
@@ -25,7 +25,7 @@ from specexp.sampling import Noise, Sampling, likeliest
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
-__all__ = ["cuda_graphs", "fused", "fused_eagle"]  # importing them registers theirs
+__all__ = ["cuda_graphs", "fused_eagle"]  # importing them registers theirs
 
 log = logging.getLogger("specexp")
 
@@ -85,6 +85,8 @@ else:
         fused.attention: attention.attention,
         fused.by_length_up_to: attention.by_length_up_to,
         fused.rotate_and_store: layers.rotate_and_store,
+        lighter.rms_norm: layers.rms_norm,
+        lighter.rotate: layers.rotate,
         fused.add_norm: layers.add_norm,
         fused.swiglu: layers.swiglu,
         fused.product_add_norm: products.product_add_norm,
@@ -105,6 +107,14 @@ else:
     }
     for operation, run in kernels.items():
         kernel(operation, "cuda", ready=triton_runs)(on_device(run))
+
+
+@kernel(lm.network, "cuda")
+def network(module: Any, name: str, vocab: int) -> lm.Network:
+    """The module's fused passes, or else lighter ones."""
+    net = fused.network(module, name, vocab)
+    known = net is not NotImplemented or not triton_runs()
+    return net if known else lighter.network(module, name, vocab)
 
 
 def state() -> str:
