@@ -32,6 +32,16 @@ if TYPE_CHECKING:
     from specexp.models.recurrent import States
 
 
+@op
+def store(
+    keys: Tensor, values: Tensor, places: Tensor, new_keys: Tensor, new_values: Tensor
+) -> None:
+    """Write new keys and values [b, H, n, d] at these places [b, 1, n, 1] of b rows of a layer's
+    keys and values [b, H, S, d]."""
+    keys.scatter_(2, places.expand_as(new_keys), new_keys)
+    values.scatter_(2, places.expand_as(new_values), new_values)
+
+
 class Slots(CacheLayerMixin):
     """One layer: keys and values [B, H, S, d], which a pass writes at `cache.places[S]` of
     `cache.rows`. If S is less than the cache's size, the layer is a ring."""
@@ -56,19 +66,18 @@ class Slots(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
-
-    def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
-        """Write states [b, H, n, d]; returns what the pass may read [b, H, m, d]."""
-        rows = buffer[self.cache.rows]
-        rows.scatter_(2, self.cache.places[self.size].expand_as(states), states)
-        return rows[:, :, : self.cache.seen]
+        keys, values = self.keys[self.cache.rows], self.values[self.cache.rows]
+        store(keys, values, self.cache.places[self.size], key_states, value_states)
+        return keys[:, :, : self.cache.seen], values[:, :, : self.cache.seen]
 
     def update_indexer(self, states: Tensor) -> Tensor:
         """The same for the keys [b, n, d] of an indexer, which chooses the keys to attend to."""
         if self.index is None:
             self.index = states.new_zeros(self.cache.batch, 1, self.size, states.shape[-1])
-        return self._write(self.index, states[:, None])[:, 0]
+        rows = self.index[self.cache.rows]
+        places = self.cache.places[self.size]
+        rows.scatter_(2, places.expand_as(states[:, None]), states[:, None])
+        return rows[:, 0, : self.cache.seen]
 
     @property
     def buffers(self) -> Iterator[Tensor]:

@@ -24,7 +24,7 @@ from specexp.drafters.recycle import Table
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.fast import fused, lighter
-from specexp.models import lm
+from specexp.models import cache, lm
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
 from specexp.models.memory import Layer
@@ -431,6 +431,16 @@ def keep(dice: Dice) -> Case:
     return Case((layer, rows, source, to), lambda: list(layer.buffers))
 
 
+def store(dice: Dice) -> Case:
+    """Keys and values of different widths, or strided."""
+    B, K, n, dtype = dice.randint(1, 3), dice.randint(1, 3), dice.randint(1, 4), dice.choice(KINDS)
+    wide = [dice.choice([4, 24]) for _ in range(2)]
+    keys, values = (dice.normal(B, K, 9, d).to(dtype) for d in wide)
+    new = [dice.normal(B, n, K, d).transpose(1, 2).to(dtype) for d in wide]
+    places = (dice.whole(0, 5, B, 1) + torch.arange(n, device=dice.device)).view(B, 1, n, 1)
+    return Case((keys, values, places, dice.odd(new[0]), new[1]), lambda: [keys, values])
+
+
 def attention(dice: Dice) -> Case:
     seen, layer, d, dtype = attention_info(dice)
     (B, n), size = seen.slots.shape, seen.size
@@ -604,6 +614,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     Slots.keep: keep,
     fused.attention: attention,
     fused.rotate_and_store: rotate_and_store,
+    cache.store: store,
     lighter.rms_norm: rms_norm,
     lighter.rotate: rotate,
     fused.add_norm: add_norm,

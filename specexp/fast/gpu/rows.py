@@ -87,6 +87,37 @@ def commit(self: Sequences, verdict: Verdict) -> Tensor:
 
 
 @triton.jit
+def store_kernel(
+    keys, values, places, new_keys, new_values, n, d_k, d_v, k_b, k_h, k_s, v_b, v_h, v_s, places_b,
+    places_n, x_b, x_h, x_n, y_b, y_h, y_n, WIDE: tl.constexpr,
+):  # fmt: skip
+    """cache.store of one head of one token: new_keys [B, K, n, d_k] and new_values [B, K, n, d_v]
+    go to their places in keys and values [B, K, S, d]."""
+    at, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
+    row, token = at // n, at % n
+    place = tl.load(places + row * places_b + token * places_n)
+    x = tl.load(new_keys + row * x_b + head * x_h + token * x_n + d, d < d_k, other=0.0)
+    y = tl.load(new_values + row * y_b + head * y_h + token * y_n + d, d < d_v, other=0.0)
+    tl.store(keys + row * k_b + head * k_h + place * k_s + d, x, d < d_k)
+    tl.store(values + row * v_b + head * v_h + place * v_s + d, y, d < d_v)
+
+
+def store(
+    keys: Tensor, values: Tensor, places: Tensor, new_keys: Tensor, new_values: Tensor
+) -> Any:
+    (B, K, n, d_k), d_v = new_keys.shape, new_values.shape[-1]
+    tensors = keys, values, new_keys, new_values
+    if any(x.stride(-1) != 1 or x.dtype != keys.dtype or x.shape[1] != K for x in tensors):
+        return NotImplemented
+    store_kernel[B * n, K](
+        keys, values, places, new_keys, new_values, n, d_k, d_v, *keys.stride()[:3],
+        *values.stride()[:3], places.stride(0), places.stride(2), *new_keys.stride()[:3],
+        *new_values.stride()[:3], WIDE=triton.next_power_of_2(max(d_k, d_v)),
+    )  # fmt: skip
+    return None
+
+
+@triton.jit
 def keep_kernel(
     keys, values, source, slots, n, d, k_b, k_h, k_s, v_b, v_h, v_s, source_b, slots_b,
     PLACES: tl.constexpr, WIDE: tl.constexpr,
