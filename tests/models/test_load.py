@@ -285,7 +285,7 @@ def test_what_a_library_asks_its_cache_for_is_named():
 def test_module_is_probed_once_and_left_without_cache(monkeypatch):
     net = copy.deepcopy(module("gpt2"))
     assert of_module(net).cache is None
-    monkeypatch.setattr(load, "_difference", None)
+    monkeypatch.setattr(load, "difference", None)
     of_module(net)
 
 
