@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -103,8 +103,9 @@ def in_place_of(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Table:
-    """Stands in a twin for transformers' table of attention functions. `infos`: of each layer, in
-    a pass that makes no mask; `masked`: whether one had to be made after all."""
+    """Stands in a twin for transformers' table of attention functions. `off`: those are used, under
+    masks. `infos`: of each layer, in a pass that makes no mask; `masked`: whether one had to be
+    made after all."""
 
     def __init__(self) -> None:
         self.infos: list[AttentionInfo] = []
@@ -131,7 +132,7 @@ class Table:
 class Lighter(Unfused):
     """A module some of whose operations are kernels; `table`: of its attention."""
 
-    table: Table = None  # type: ignore[assignment]
+    table: Table = field(default_factory=Table)
 
     @property
     def by_length_up_to(self) -> int:  # type: ignore[override]
@@ -176,10 +177,11 @@ _LIGHTER: WeakKeyDictionary[Any, Lighter | None] = WeakKeyDictionary()
 def _lighter(module: Any, name: str, vocab: int) -> Lighter | None:
     """Without masks if those passes agree with the module, else with them."""
     whole = Unfused.of(module)
-    net = Lighter(whole.module, whole.parts, whole.attends, Table())
+    net = Lighter(whole.module, whole.parts, whole.attends)
     changed = lighten(whole.module, net.table)
     tried = LM(module, name, vocab, net)
-    for net.table.off in (not whole.attends, True):
+    for masks in (not whole.attends, True):
+        net.table.off = masks
         try:
             off = load.difference(tried, load.probe_length(tried))
         except Exception as e:
@@ -196,19 +198,24 @@ def lighten(whole: nn.Module, table: Table) -> list[Any]:
     """Let norms, rotations and attention of a twin be operations; returns the parts changed."""
     changed: list[Any] = []
     for part in whole.modules():
-        forward: Any = inspect.unwrap(type(part).forward)
-        used = getattr(getattr(forward, "__code__", None), "co_names", ())
-        own: dict[str, Any] = {ATTENTION: table} if ATTENTION in used else {}
-        if ROTATION in used and rotates(theirs := forward.__globals__[ROTATION]):
-            own[ROTATION] = in_place_of(theirs)
         if "forward" in vars(part):
             continue
         if "RMSNorm" in type(part).__name__ and (added := above(part)) is not None:
             part.above = added  # type: ignore[assignment]
             part.forward = lambda x, norm=part: rms_norm(x, norm)
-        elif own:
+        elif own := _in_place(part, table):
             part.forward = replaced(part, own)
         else:
             continue
         changed.append(part)
     return changed
+
+
+def _in_place(part: nn.Module, table: Table) -> dict[str, Any]:
+    """What stands for names of its library in a module's forward."""
+    forward: Any = inspect.unwrap(type(part).forward)
+    used = getattr(getattr(forward, "__code__", None), "co_names", ())
+    own: dict[str, Any] = {ATTENTION: table} if ATTENTION in used else {}
+    if ROTATION in used and rotates(theirs := forward.__globals__[ROTATION]):
+        own[ROTATION] = in_place_of(theirs)
+    return own
