@@ -15,6 +15,7 @@ import torch
 from conftest import in_turn, one_in
 from support import architectures, tiny
 from support.fake_cuda import ATTENTION, ON_HOST, begun
+from support.references import lightened
 from support.tiny import DRAFTERS, FAMILIES, PROMPTS, SHAPES, TREES, engine, module, processed
 
 from specexp.drafters.model import DraftModel
@@ -87,6 +88,21 @@ def test_round_over_rings_leaves_the_device(attention, tree):
 )
 def test_round_with_hooks_leaves_the_device(attention, name):
     target = of_module(architectures.build(name, ATTENTION[attention]))
+    own = DraftModel(target.apart("draft"), Sampling(0.0))
+    made = Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0))
+    with begun(made, PROMPTS, TREES["grown"], attention) as seqs:
+        assert made.round(seqs, TREES["grown"]).is_meta
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), in_turn(["gemma2", "gpt_oss", "gemma4_text", "falcon_h1"], ATTENTION)
+)
+def test_round_through_lighter_passes_leaves_the_device(attention, name):
+    net = architectures.build(name, ATTENTION[attention])
+    net.config._experts_implementation = "batched_mm"  # others read which experts are asked
+    with lightened():
+        target = of_module(net)
+    assert not target.net.table.off
     own = DraftModel(target.apart("draft"), Sampling(0.0))
     made = Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0))
     with begun(made, PROMPTS, TREES["grown"], attention) as seqs:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import also, one_in
 from support import architectures
+from support.references import lightened
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -19,13 +20,11 @@ from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.glm import modeling_glm as glm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specexp import ops
 from specexp.drafters import early_exit
 from specexp.drafters.early_exit import EarlyExit
 from specexp.errors import UserError
 from specexp.fast import lighter
 from specexp.fast.fused import FAMILIES
-from specexp.models import lm
 from specexp.models.load import of_module
 from specexp.models.memory import layers
 from specexp.sampling import Sampling
@@ -129,15 +128,6 @@ def test_texts_many_times_as_long_as_any_ring_are_those_of_transformers():
     assert served == dict.fromkeys(ringed, "right")
 
 
-@pytest.fixture
-def lightened(monkeypatch):
-    """Unfused modules run on a CPU as they do on a GPU, but for its kernels."""
-    ops.kernels_of(torch.device("cpu"))
-    kernels = ops.OPS[lm.network].kernels
-    monkeypatch.setitem(kernels, "cpu", (lighter.network, lambda: True))
-    ops.forget()
-
-
 # windows, caps of scores, sinks, layers over the last tokens, states, indexers, biases
 LIGHTER = (
     "gemma3_text", "gemma2", "gpt_oss", "gemma4_text", "qwen3_next", "deepseek_v32", "bloom",
@@ -145,8 +135,10 @@ LIGHTER = (
 
 
 @pytest.mark.parametrize("name", [*LIGHTER, *also(*(v for v in VARIANTS if v not in LIGHTER))])
-def test_texts_of_lighter_passes_are_those_of_transformers(name, lightened):
-    served = architectures.outcome(name, (3, 266), ("ngram branching", "self grown"), torch.float32)
+def test_texts_of_lighter_passes_are_those_of_transformers(name):
+    mixes = "ngram branching", "self grown"
+    with lightened():
+        served = architectures.outcome(name, (3, 266), mixes, torch.float32)
     assert ROWS[name].startswith(served), f"| {name} | {served} |"
 
 
@@ -159,9 +151,10 @@ def test_texts_of_lighter_passes_are_those_of_transformers(name, lightened):
         ("bloom", {}, True),
     ],
 )
-def test_module_is_changed_where_its_operations_are_kernels(name, changed, masks, lightened):
+def test_module_is_changed_where_its_operations_are_kernels(name, changed, masks):
     module = architectures.build(name, torch.float32)
-    net = of_module(module, "it").net
+    with lightened():
+        net = of_module(module, "it").net
     parts = [part for part in net.module.modules() if "forward" in vars(part)]
     counted = Counter(type(part).__name__ for part in parts)
     assert {kind: counted[kind] for kind in changed} == changed

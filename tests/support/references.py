@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from specexp import ops
+from specexp.fast import lighter
+from specexp.models import lm
 
 
 @contextmanager
@@ -16,6 +18,17 @@ def references(off: bool = True) -> Iterator[None]:
         if off:
             patch.setattr(ops, "fast", lambda: False)
             ops.forget()
+        yield
+    ops.forget()
+
+
+@contextmanager
+def lightened() -> Iterator[None]:
+    """Meanwhile modules without passes of our own run on a CPU as on a GPU, but for its kernels."""
+    ops.kernels_of(torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ops.OPS[lm.network].kernels, "cpu", (lighter.network, lambda: True))
+        ops.forget()
         yield
     ops.forget()
 
