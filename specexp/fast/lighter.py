@@ -60,8 +60,8 @@ def above(norm: nn.Module) -> float | None:
         return None
     weight = weights["weight"].detach()
     sizes = torch.tensor([[1e-3], [0.1], [1.0], [30.0]])
-    x = torch.randn(len(sizes), len(weight), generator=torch.manual_seed(0)) * sizes
-    x = x.to(weight)
+    generator = torch.Generator().manual_seed(0)
+    x = (sizes * torch.randn(len(sizes), len(weight), generator=generator)).to(weight)
     try:
         made = norm(x).double()
     except Exception:  # it takes more than x, say
