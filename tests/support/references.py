@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from specexp import ops
-from specexp.fast import lighter
 from specexp.models import lm
 
 
@@ -25,6 +24,8 @@ def references(off: bool = True) -> Iterator[None]:
 @contextmanager
 def lightened() -> Iterator[None]:
     """Meanwhile modules without passes of our own run on a CPU as on a GPU, but for its kernels."""
+    from specexp.fast import lighter  # others test rounds without fast/
+
     ops.kernels_of(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ops.OPS[lm.network].kernels, "cpu", (lighter.network, lambda: True))
