@@ -39,7 +39,8 @@ LARGE = 1_000_000_000  # bytes above which keys once named the ends of a file on
 READ_WHOLE = "large files"  # the part that tells that keys now name all of it
 _DATA = re.compile(r"(?!.*\.(py|ipynb|so|pyd)\b).*\..*")  # among parts, a file that is no code
 _FILES = (
-    "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "vocab*", "merges*",
+    "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.codes", "*.vocab", "*.bpe",
+    "*.tokenizer", "tokenizer*", "vocab*", "merges*",
     "*.safetensors", "*.pt", "*.bin", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 

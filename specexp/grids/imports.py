@@ -8,8 +8,9 @@
    are named: in the parameters, the notebook, or the files found so far.
 
 So does a file that a string in the notebook or in code of one's own names, relative to either, or a
-word of a magic (`%run`, `!`), unless that code writes it, or it is in the store. Python and
-notebooks are followed; of a model's folder this is only the name.
+word of a magic (`%run`, `!`), unless that code writes it, or it is in the store; and so does a
+module beside the notebook whose name is a word in such a string, however it is imported (`exec`,
+`%time import`). Python and notebooks are followed; of a model's folder this is only the name.
 """
 
 import ast
@@ -49,12 +50,14 @@ SYSTEM = ("/proc", "/sys", "/dev")
 _INSTALLED = {"site-packages", "dist-packages"}
 _DRAFTERS = f"{NAME}.drafters."
 _OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*(?::.*)?")  # module:Class:ARGUMENT
+_DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 _MODULE = re.compile(rf"{NAME}(\.\w+)+")
 _PLACE = re.compile(r"^(?:\w+:)?(.*?)(?:\+int8)?$")  # METHOD:FOLDER+int8
 _WRITING = re.compile(r"to_\w+|(save|dump|write|export)\w*|touch|FileHandler")
 _TO_WRITE = re.compile(r"[rbt]*[wax][bt+]*")  # a mode of `open`
 _MAGIC = re.compile(r"^([ \t]*)((?:[\w, ]+=[ \t]*)?[%!?].*|.*\?)$", re.MULTILINE)
 _LOADS = re.compile(r"%(?:run(?:\s+-\w+)*|(?:re)?load_ext)\s+((?!\d)\w+(?:\.[A-Za-z_]\w*)*)(?!\S)")
+_NEVER = re.compile(r"(\w+\.)*TYPE_CHECKING")  # true
 _WRITTEN = re.compile(r">+\s*\S+|%%(?:write)?file.*")  # by a shell, by a magic
 
 
@@ -80,7 +83,8 @@ def closure(
     """
     drafters = {module for module in named if module.startswith(_DRAFTERS)}
     finder = _Finder(folder, named - drafters)
-    found = _follow([*modules, *AT_START, *finder.named], finder, paths)
+    said = finder.beside(strings)
+    found = _follow([*modules, *AT_START, *finder.named, *said], finder, paths)
     if PACKAGE / "drafters" / "__init__.py" in found:  # else nothing here drafts
         drafters |= _drafters({*strings, *_strings_that_may_name_drafters(found)})
         found |= _follow(drafters, finder)
@@ -247,7 +251,7 @@ def _running(code: ast.AST) -> Iterator[ast.AST]:
     todo = deque([code])
     while todo:
         yield (node := todo.popleft())
-        unused = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        unused = isinstance(node, ast.If) and _NEVER.fullmatch(ast.unparse(node.test))
         todo += node.orelse if isinstance(node, ast.If) and unused else ast.iter_child_nodes(node)
 
 
@@ -276,6 +280,7 @@ def _follow(
             found[path] = source = source_of(path)
             todo += _imported_by(path, source, finder)
             if not path.is_relative_to(PACKAGE):
+                todo += finder.beside(source.strings)
                 files += finder.named_in(source.paths, path.parent)
     return found
 
@@ -361,6 +366,15 @@ class _Finder:
                 yield path
             elif os.path.isdir(path) and not _INSTALLED & {*path.parts}:
                 self.paths.append(path)
+
+    def beside(self, texts: Iterable[str]) -> Iterator[str]:
+        """The words in these texts that are modules beside the notebook, or where code looks."""
+        folders = [folder for folder in (self.folder, *self.paths) if os.path.isdir(folder)]
+        there = {name.partition(".")[0] for folder in folders for name in os.listdir(folder)}
+        words = {word for text in texts for word in _DOTTED.findall(text)}
+        for word in sorted(words):
+            if word.partition(".")[0] in there and any(any(_files(word, f)) for f in folders):
+                yield word
 
     def name(self, path: Path) -> str:
         """A file's name in a key."""

@@ -139,7 +139,8 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
             f"{name} ({config.model_type}) keeps its layers' states where they cannot be taken "
             "back: choose another model"
         )
-    if isinstance(lm.net, Unfused) and isinstance(module, transformers.PreTrainedModel):
+    unlike = isinstance(lm.net, Unfused) or any(layer.span for layer in lm.layers)
+    if unlike and isinstance(module, transformers.PreTrainedModel):
         probe(lm.apart())
     return lm
 
@@ -202,7 +203,8 @@ def probe_length(lm: LM) -> int:
 @torch.inference_mode()
 def difference(lm: LM, length: int) -> float:
     """The relative difference between an LM's logits in two rounds over a tree and those of its
-    module, which reads each path alone and without a cache; infinite logits aside.
+    module, which reads each path alone and without a cache; infinite if one has logits that are not
+    finite where the other's are, else those aside.
 
     The batch has a prefix of `length` tokens and one of a single token. The first round accepts the
     tree's deepest path, so that keys are moved. In the longer row only that path is compared, since
@@ -236,7 +238,9 @@ def difference(lm: LM, length: int) -> float:
         lm.keep(seqs, draft, verdict)
         seqs.commit(verdict)
     own, true = torch.cat(ours), torch.cat(reference)
-    finite = own.isfinite() & true.isfinite()
+    finite = own.isfinite()
+    if not torch.equal(finite, true.isfinite()):
+        return torch.inf
     return float((own - true)[finite].float().norm() / true[finite].float().norm())
 
 

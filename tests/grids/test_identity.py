@@ -211,6 +211,14 @@ NAMED = {
     "%run above": ("%run -i '../other/up.py' 3", "../other/up.py"),
     "%run of a notebook": ("%run more.ipynb", "more.ipynb"),
     "%load_ext": ("%load_ext run", "run.py"),
+    "%time": ("%time import run", "run.py"),
+    "%aimport": ("%aimport run", "run.py"),
+    "module of a process": ("!python -m run", "run.py"),
+    "run_module": ("import runpy\nrunpy.run_module('run')", "run.py"),
+    "resolve_name": ("pkgutil.resolve_name('run:x')", "run.py"),
+    "import of a text": ("for n in ['run']:\n    importlib.import_module(n)", "run.py"),
+    "exec of an import": ("exec('import run')", "run.py"),
+    "where types are not checked": ("if not typing.TYPE_CHECKING:\n    import run", "run.py"),
 }
 
 
@@ -733,6 +741,14 @@ def test_byte_of_weights_changes_the_key_in_any_format(tmp_path, name):
     (tmp_path / name).write_bytes(b"01")
     before = identity.facts_of_model(str(tmp_path))[0][1]
     (tmp_path / name).write_bytes(b"02")
+    assert identity.facts_of_model(str(tmp_path))[0][1] != before
+
+
+@pytest.mark.parametrize("name", ["bpe.codes", "source.spm", "spiece.model", "vocab.txt", "m.bpe"])
+def test_line_of_a_tokenizer_changes_the_key_in_any_format(tmp_path, name):
+    (tmp_path / name).write_text("a b")
+    before = identity.facts_of_model(str(tmp_path))[0][1]
+    (tmp_path / name).write_text("a c")
     assert identity.facts_of_model(str(tmp_path))[0][1] != before
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_llama
+from conftest import CONTEXT, tiny_llama
 from huggingface_hub.utils import are_progress_bars_disabled
 from support import architectures
 from support.tiny import PROMPTS, module
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     GraniteMoeHybridConfig,
@@ -280,6 +281,20 @@ def test_what_a_library_asks_its_cache_for_is_named():
         UserError, match="; choose another model: it asks its cache for indexer_pos"
     ):
         of_module(architectures.build("qwen4_exp_text"))
+
+
+def test_window_that_a_module_ignores_is_seen_though_its_passes_are_our_own():
+    """Its config has one; its class reads every token."""
+    of_module(tiny_llama(0, sliding_window=CONTEXT))
+    with pytest.raises(UserError, match="its logits over a tree differ by"):
+        of_module(tiny_llama(0, sliding_window=20))
+
+
+def test_module_whose_own_logits_are_no_numbers_agrees_with_none():
+    """Without a mask attention of torch's takes no negative scale; with one it does."""
+    net = AutoModelForCausalLM.from_config(architectures.config("granite", attention_multiplier=-1))
+    with pytest.raises(UserError, match="its logits over a tree differ by inf"):
+        of_module(net)
 
 
 def test_module_is_probed_once_and_left_without_cache(monkeypatch):
