@@ -162,9 +162,9 @@ def attention(
     cap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention [B * n, H * d] of queries [B, H, n, d], which are those of the last n tokens of a
-    pass, over keys and values [B, K, S, d]. cap:
-    scores lie within -cap to cap, by a tangent (Gemma 2); 0: anywhere. sinks [H]: the score of a
-    key of each head whose value is 0 (gpt-oss)."""
+    pass, over keys and values [B, K, S, d]. cap: scores lie within -cap to cap, by a tangent
+    (Gemma 2); 0: anywhere. sinks [H]: the score of a key of each head whose value is 0 (gpt-oss).
+    """
     B, H, n, d = q.shape
     group = H // keys.shape[1]
     q = q.reshape(B, keys.shape[1], -1, d)  # the queries of a key head together: no key is copied

@@ -156,8 +156,7 @@ class Lighter(Unfused):
             return super().masks(visible, cache)
         b, _, n, _ = cache.slots.shape
         unread = torch.zeros(b, 1, n, 1, dtype=self.module.dtype, device=cache.slots.device)
-        spans = {(kind.window, kind.chunk) for kind in cache.kinds}
-        return dict.fromkeys((k.kind for k in cache.kinds), unread) if len(spans) > 1 else unread
+        return cache.by_kind(lambda *_: unread)
 
 
 def network(module: Any, name: str, vocab: int) -> Network:
@@ -188,6 +187,7 @@ def _lighter(module: Any, name: str, vocab: int) -> Lighter | None:
             fused.failure(e)
             continue
         if off <= ROUNDING.get(module.dtype, 0.0):
+            load.PROBED.add(module)  # by the same comparison
             return net
     for part in changed:
         del part.forward

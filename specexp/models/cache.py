@@ -13,7 +13,7 @@ at the end hook a copy of such a module, so that it goes by position.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import getmodule, signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, proxy
@@ -160,11 +160,15 @@ class SlotCache(Cache):
     def masks(self, visible: Branches | None, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The mask of every kind of layer, by its name; one mask alone if all see the same."""
         seen = None if visible is None else visible.mask(self.seen)
+        return self.by_kind(lambda *span: self.mask(self._near(seen, *span), dtype))
+
+    def by_kind(self, make: Callable[[int, int], Tensor]) -> Tensor | dict[str, Tensor]:
+        """What is made of the window and the chunk of every kind of layer, see `masks`."""
         spans = {layer.kind: (layer.window, layer.chunk) for layer in self.kinds}
-        masks = {s: self.mask(self._near(seen, *s), dtype) for s in set(spans.values())}
-        if len(masks) == 1:
-            return masks.popitem()[1]
-        return {kind: masks[span] for kind, span in spans.items()}
+        made = {span: make(*span) for span in set(spans.values())}
+        if len(made) == 1:
+            return made.popitem()[1]
+        return {kind: made[span] for kind, span in spans.items()}
 
     def near(self, visible: Branches | None, kind: Layer) -> Tensor | None:
         """Which places of layers of this kind each token sees, bool [b, n, m]; None: its own slot

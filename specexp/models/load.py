@@ -55,7 +55,7 @@ TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
 _IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 _COUNTED: dict[tuple[str, bool], tuple[int, int, int]] = {}  # by config, see `_sizes`
 _PARTS: dict[tuple[str, torch.dtype], Any] = {}  # of modules without weights, by config
-_PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
+PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
 
 
 def read_config(source: str | Path) -> Any:
@@ -155,14 +155,14 @@ def probe(lm: LM) -> None:
 
     A module is probed once. The LM's cache is replaced.
     """
-    if lm.module in _PROBED:
+    if lm.module in PROBED:
         return
     with _refusing(lm.name, lm.module):
         off = difference(lm, probe_length(lm))
     if off > (0.1 if lm.dtype == torch.bfloat16 else 0.01):  # far beyond rounding
         apart = f"differ by {off:.1e} of their size from those of each path alone"
         raise _unservable(lm.name, lm.module, f"its logits over a tree {apart}")
-    _PROBED.add(lm.module)
+    PROBED.add(lm.module)
 
 
 @contextmanager

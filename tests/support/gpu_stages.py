@@ -178,7 +178,7 @@ def kernel_times(rows: Rows, device: torch.device) -> None:
 
 
 def passes(rows: Rows, device: torch.device) -> None:
-    """Passes of random models of 8 and 1 billion parameters, made on the device."""
+    """Passes of random models made on the device: Llamas of two sizes, and Gemma 3."""
     configs = {params: twins.SHAPES[params].config() for params in ("8B", "1B")}
     configs["Gemma 3 4B"] = AutoConfig.for_model(**GEMMA_3_4B)
     for kind, config in configs.items():

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +18,8 @@ from specexp.drafters.suffix import Suffix
 from specexp.errors import first_line
 from specexp.fast import cuda_graphs, fused, fused_eagle, lighter
 from specexp.fast.private import keep_triton
-from specexp.models import cache, lm
-from specexp.models.cache import Slots
+from specexp.models import lm
+from specexp.models.cache import Slots, store
 from specexp.ops import kernel
 from specexp.sampling import Noise, Sampling, likeliest
 from specexp.sequences import Sequences
@@ -47,7 +47,7 @@ def triton_runs() -> bool:
     return os.environ.get("SPECEXP_NATIVE") != "off" and _tried()
 
 
-@lru_cache
+@cache
 def _tried() -> bool:
     """Whether the kernels of sampling run; if a GPU cannot run them, a warning says why. Those of
     passes are tried when a model is loaded (fused.py)."""
@@ -100,7 +100,7 @@ else:
         engine.judged: gpu_rules.judged,
         Noise.keys: rows.keys,
         Sequences.commit: rows.commit,
-        cache.store: rows.store,
+        store: rows.store,
         Slots.keep: rows.keep,
         lm.spoil: rows.spoil,
         NGram.propose: rows.lookup,
