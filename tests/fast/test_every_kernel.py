@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 from conftest import one_in
-from support.inputs import INPUTS, LAST, SHAPES, differing, key_of
+from support.inputs import INPUTS, LAST, SHAPES, Dice, differing, key_of
 from support.references import references
 
 from specexp import engine, ops
 from specexp.drafters.suffix import Suffix
-from specexp.fast import fused
-from specexp.models import heads, lm, load
+from specexp.fast import fused, lighter
+from specexp.models import cache, heads, lm, load
 from specexp.recording import recorder_for
 from specexp.rules import Block, Reject
 from specexp.sampling import ACCEPT, TOKEN, Certain, Noise, Sampling, mix, ranked
@@ -23,6 +23,7 @@ from specexp.tree import Tree
 WHOLE = {lm.network, heads.network, load.place_weights, recorder_for, fused.by_length_up_to}
 WITH_GPU = torch.cuda.is_available()
 SEEDS = {"cpu": 400, "cuda": 30, "interpreted": 30}  # of a GPU most are compiled anew
+HANDED_OVER = (cache.store, lighter.rotate, lighter.rms_norm, fused.attention)  # by modules
 SLOWEST = {Noise.race, Noise.categorical, engine.judged, Suffix.propose}  # of the interpreted
 
 
@@ -88,6 +89,28 @@ def test_law_of_a_row_is_that_of_the_row_alone(cuts, monkeypatch):
     sampling = Sampling(0.7, **cuts)
     alone = [laws.law(sampling, row[None]) for row in logits]
     assert torch.equal(laws.law(sampling, logits), torch.cat(alone))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("operation", HANDED_OVER, ids=lambda operation: operation.__name__)
+def test_kernel_refuses_what_its_reference_cannot_take(operation):
+    """A module decides on these shapes, and a kernel would read beyond them."""
+    run, _ = ops.OPS[operation].kernels["cuda"]
+    device, tried = "cuda" if WITH_GPU else "cpu", 0
+    for seed, at in itertools.product(range(12), range(5)):
+        case = INPUTS[operation](Dice(seed, device))
+        given = list(case.args)
+        x = given[at] if at < len(given) else None
+        for dim in range(x.dim() if torch.is_tensor(x) else 0):
+            given[at] = torch.cat([x, x.narrow(dim, 0, 1)], dim)
+            args = [y.clone() if torch.is_tensor(y) else y for y in given]
+            with references():
+                try:
+                    ops.OPS[operation].reference(*args)
+                except RuntimeError:
+                    tried += 1
+                    assert run(*given) is NotImplemented, (seed, at, dim)
+    assert tried >= 12
 
 
 # --- what holds of kernels alone ------------------------------------------------------------------

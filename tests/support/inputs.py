@@ -376,7 +376,7 @@ def spoil(dice: Dice) -> Case:
 
 
 def product(dice: Dice) -> Case:
-    n, inputs, outputs = dice.randint(1, 20), dice.choice([3, 16, 33]), dice.choice([1, 8, 40])
+    n, inputs, outputs = dice.randint(1, 20), dice.choice([3, 33, 1024]), dice.choice([1, 8, 40])
     x, weight = dice.normal(n, inputs), dice.normal(outputs, inputs) / inputs**0.5
     x = torch.stack([x, x], -1)[..., 0] if dice.often() else x
     x = x[None] if dice.often() else x

@@ -92,7 +92,13 @@ def attend(
     return most, total, mean
 
 
-@triton.jit
+# Whether one of these is 1, or a multiple of 16, is not worth a kernel of its own.
+COUNTED = [
+    "n", "window", "ring", "slots_b", "slots_n", "pos_b", "pos_n", "roots_b", "anc_b", "anc_n", "M"
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=COUNTED)
 def attention_kernel(
     q, keys, values, slots, positions, roots, ancestors, sinks, out, parts, stats, ended, scale,
     cap, n, window, ring, slots_b, slots_n, pos_b, pos_n, q_b, q_h, q_n, k_b, k_h, k_s, v_b, v_h,
@@ -185,7 +191,8 @@ def attention(
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
     kind, size = info.kind, info.size
-    if kind.chunk or values.shape != keys.shape or d > WIDEST:
+    fit = slots.shape == (B, n) and keys.shape == (B, K, S, d) == values.shape and not H % K
+    if not fit or (sinks is not None and sinks.shape != (H,)) or kind.chunk or d > WIDEST:
         return NotImplemented
     if visible is not None and 0 < kind.window < ancestors.shape[2]:
         return NotImplemented  # nodes may lie outside windows

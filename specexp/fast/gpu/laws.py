@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from functools import cache
 from math import e, inf, log2
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
 from specexp.sampling import Sampling
 
 BLOCK = 1024  # tokens
@@ -89,10 +91,11 @@ def unrank(rank, BITS: tl.constexpr):
 @triton.jit
 def unfiltered_kernel(
     logits, laws, sums, ended, scale, stride, V: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr,
+    COUNT: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The `laws` without top-k, top-p and min-p. A program owns PART blocks of a row; sums [rows,
     COUNT]: of each block's weights."""
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     law, sums = laws + row * (4 + COUNT), sums + row * COUNT
     block = tl.program_id(1) * PART + tl.arange(0, PART)
@@ -120,11 +123,13 @@ def narrow_kernel(
     logits, laws, found, sums, ended, scale, enough, shift, stride, V: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr,
     DIGIT: tl.constexpr, DIGITS: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One digit of the rank of the largest logit such that top-k's `enough` logits are not below
     it; with MASS, such that those have top-p's share of all weights, or of what top-k kept (CUT).
     It is added to those above `shift` in `found` [rows]; the last one makes it the least of `laws`.
     sums [rows, COUNT, DIGITS]: what of each block is not below each value of the digit."""
+    wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, digit = laws + row * (4 + COUNT), tl.arange(0, DIGITS)
     first = shift == BITS - DIGIT
@@ -169,12 +174,13 @@ def narrow_kernel(
 @triton.jit
 def ties_kernel(
     logits, laws, sums, ended, scale, floor, stride, V: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr,
+    COUNT: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The rest of `laws` once top-k and top-p have found the least exponent: the last token kept
     (by MASS, of top-p, or all) of those that have it, min-p's `floor` if it is above, and the sum.
     sums [rows, COUNT, 3]: of each block the weights above the least, those of them not below the
     floor, and how many tokens are equal to the least."""
+    wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, sums = laws + row * (4 + COUNT), sums + row * COUNT * 3
     top, least, most = tl.load(law), tl.load(law + 1), tl.load(law + 4 + block)
@@ -220,9 +226,10 @@ def ties_kernel(
 @triton.jit
 def law_kernel(
     logits, laws, p, scale, stride, V: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, ROOM: tl.constexpr,
+    COUNT: tl.constexpr, ROOM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Sampling.law: p [rows, V] by `laws`."""
+    wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     real = token < V
@@ -233,11 +240,13 @@ def law_kernel(
         tl.store(p + row * V + token, its, real)
 
 
-def block_sizes(V: int, times: int = 1) -> dict[str, int]:
-    """How a row of V tokens is read: in COUNT blocks, `times` as large as usual."""
+def by_blocks(w: Tensor, times: int = 1) -> dict[str, Any]:
+    """How a kernel reads rows w [..., V]: in COUNT blocks, `times` as large as usual."""
+    V = w.shape[-1]
     block = min(times * BLOCK, triton.next_power_of_2(V))
     count = triton.cdiv(V, block)
-    return {"V": V, "BLOCK": block, "COUNT": count, "ROOM": triton.next_power_of_2(count)}
+    sizes = {"V": V, "BLOCK": block, "COUNT": count, "ROOM": triton.next_power_of_2(count)}
+    return sizes | dependent_launch(w)
 
 
 def counters(device: torch.device, rows: int) -> Tensor:
@@ -261,7 +270,7 @@ def laws_of(sampling: Sampling, logits: Tensor) -> Tensor | None:
     if not warm or logits.dtype not in BITS or not logits.numel():
         return None
     (rows, V), bits, scale = logits.shape, BITS[logits.dtype], logit_scale(sampling)
-    tile = block_sizes(V)
+    tile = by_blocks(logits)
     blocks, part = tile["COUNT"], 4 if rows >= MANY else 1
     digit = 2 if rows >= MANY else 4  # bits of a bound that a pass finds
     top_k, top_p, min_p = 0 < sampling.top_k < V, sampling.top_p < 1, sampling.min_p
@@ -292,6 +301,6 @@ def law(self: Sampling, logits: Tensor) -> Tensor:
     if (laws := laws_of(self, rows)) is None:
         return NotImplemented
     p = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
-    tile = block_sizes(rows.shape[1])
+    tile = by_blocks(rows)
     law_kernel[len(rows), tile["COUNT"]](rows, laws, p, logit_scale(self), rows.stride(0), **tile)
     return p

@@ -1,7 +1,7 @@
 """Products of a few rows with a matrix of weights: as fast as the weights can be read.
 
-A matrix with few outputs is split along its depth, too, so that the whole GPU reads it; the kernel
-that adds the residual to the product and norms it sums the parts.
+A matrix with few outputs is split along its depth, too, so that the whole GPU reads it. The last
+program of a block of outputs sums the parts, or the kernel that adds the residual and norms it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specexp.fast.fused import Norm
 from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.laws import counters, is_last
 from specexp.fast.gpu.layers import KINDS, can_add_norm, launch_add_norm
 
 FEW = 16  # rows: the least that tl.dot multiplies
@@ -24,13 +25,14 @@ DEEP = 256  # a share is a multiple of so many numbers
 
 @triton.jit
 def product_kernel(
-    x, weight, bias, out, n, stride, E: tl.constexpr, DEEP: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, weight, bias, parts, out, ended, n, stride, E: tl.constexpr, DEEP: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    BIAS: tl.constexpr, SUMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """lm.product of few rows. A program owns BLOCK outputs over one share of the depth: it reads x
-    [n, DEEP] and its part of weight [E, DEEP], and writes out [shares, n, E]. So few rows take as
-    long as reading the weights, which enough programs do at once."""
+    [n, DEEP] and its part of weight [E, DEEP], and writes parts [shares, n, E]; if it SUMS them,
+    the last program of a block writes out [n, E]. So few rows take as long as reading the weights,
+    which enough programs do at once."""
     row, e, begins = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.program_id(1) * SHARE
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = weight + tl.minimum(column, E - 1).to(tl.int64) * DEEP + begins
@@ -43,18 +45,34 @@ def product_kernel(
         there = (column < E)[:, None] & (deep < DEEP)[None, :]
         w = tl.load(here[:, None] + (first + e)[None, :], there, other=0.0)
         sums = tl.dot(some, tl.trans(w), sums, input_precision="tf32x3")
+    real = (row < n)[:, None] & (column < E)[None, :]
+    to = row[:, None] * E + column[None, :]
+    if SUMS:
+        tl.store(parts + tl.program_id(1) * n * E + to, sums, real)
+        last = is_last(ended, tl.program_id(0), DEEP // SHARE)
+        if last:
+            sums = tl.zeros([ROWS, BLOCK], tl.float32)
+            for share in tl.static_range(DEEP // SHARE):
+                sums += tl.load(parts + share * n * E + to, real, other=0.0, cache_modifier=".cg")
+        real = real & last
+    else:
+        out += tl.program_id(1) * n * E
     if BIAS:
         sums += tl.load(bias + column, column < E, other=0.0).to(tl.float32)[None, :]
-    to = out + (tl.program_id(1) * n + row[:, None]) * E + column[None, :]
-    tl.store(to, sums.to(out.dtype.element_ty), (row < n)[:, None] & (column < E)[None, :])
+    tl.store(out + to, sums.to(out.dtype.element_ty), real)
 
 
-def launch_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, block: int) -> None:
-    """x [n, depth] times weight [E, depth], to out [shares of the depth, n, E]."""
-    (shares, n, E), depth = out.shape, x.shape[1]
-    product_kernel[triton.cdiv(E, block), shares](
-        x, weight, x if bias is None else bias, out, n, x.stride(0), E=E, DEEP=depth,
-        SHARE=depth // shares, BLOCK=block, BIAS=bias is not None, **tile(x),
+def launch_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: Tensor, out: Tensor | None, block: int
+) -> None:
+    """x [n, depth] times weight [E, depth], to parts [shares of the depth, n, E], or to out [n, E]
+    all of them."""
+    (shares, n, E), depth = parts.shape, x.shape[1]
+    blocks, sums = triton.cdiv(E, block), out is not None
+    product_kernel[blocks, shares](
+        x, weight, x if bias is None else bias, parts, out if sums else parts,
+        counters(x.device, blocks) if sums else parts, n, x.stride(0), E=E, DEEP=depth,
+        SHARE=depth // shares, BLOCK=block, BIAS=bias is not None, SUMS=sums, **tile(x),
     )  # fmt: skip
 
 
@@ -66,12 +84,15 @@ def tile(x: Tensor) -> dict[str, Any]:
 
 
 def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether x [n, depth] waits for the weights alone; of more rows torch's product is faster, and
-    these kernels have no gradient."""
+    """Whether x [..., depth] waits for the weights alone; of more rows torch's product is faster,
+    and these kernels have no gradient."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous()
-    if not plain or x.dim() != 2 or not 0 < len(x) <= FEW or x.stride(1) != 1:
+    rows_apart = x.dim() == 2 and x.stride(1) == 1
+    if not plain or not (rows_apart or x.is_contiguous()):
+        return False
+    if not 0 < x.numel() <= FEW * x.shape[-1]:
         return False
     same = x.dtype in KINDS and x.dtype == weight.dtype
     return same and (bias is None or (bias.is_contiguous() and bias.dtype == x.dtype))
@@ -80,9 +101,16 @@ def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not few(x, weight, bias):
         return NotImplemented
-    out = x.new_empty(len(x), len(weight))
-    launch_product(x, weight, bias, out[None], 32 if len(weight) >= 32 * FILLED else 16)
-    return out
+    rows = x.view(-1, x.shape[-1])
+    out = x.new_empty(len(rows), len(weight))
+    split = shares(*weight.shape) if len(weight) < 8 * FILLED else 1
+    if split > 1:
+        parts = torch.empty(split, *out.shape, device=x.device)
+        launch_product(rows, weight, bias, parts, out, 32)
+    else:
+        block = 32 if len(weight) >= 32 * FILLED else 16
+        launch_product(rows, weight, bias, out[None], None, block)
+    return out.view(*x.shape[:-1], -1)
 
 
 def product_add_norm(
@@ -91,14 +119,14 @@ def product_add_norm(
     if norm is None or not few(y, weight, bias) or not can_add_norm(x, norm) or y.dtype != x.dtype:
         return NotImplemented
     parts = torch.empty(shares(*weight.shape), *x.shape, device=x.device)
-    launch_product(y, weight, None, parts, 32)
+    launch_product(y, weight, None, parts, None, 32)
     return launch_add_norm(x, parts, bias, norm, len(parts))
 
 
 def shares(E: int, depth: int) -> int:
     """Into how many equal shares the depth of a matrix is split."""
     most = min(8, FILLED // triton.cdiv(E, 32))
-    return next((n for n in (8, 4, 2) if n <= most and depth % (n * DEEP) == 0), 1)
+    return next((n for n in range(most, 1, -1) if depth % (n * DEEP) == 0), 1)
 
 
 @triton.jit

@@ -106,8 +106,11 @@ def store(
     keys: Tensor, values: Tensor, places: Tensor, new_keys: Tensor, new_values: Tensor
 ) -> Any:
     (B, K, n, d_k), d_v = new_keys.shape, new_values.shape[-1]
-    tensors = keys, values, new_keys, new_values
-    if any(x.stride(-1) != 1 or x.dtype != keys.dtype or x.shape[1] != K for x in tensors):
+    S, tensors = keys.shape[2], (keys, values, new_keys, new_values)
+    fit = [(B, K, S, d_k), (B, K, S, d_v), (B, K, n, d_k), (B, K, n, d_v)]
+    if [x.shape for x in tensors] != fit or places.shape != (B, 1, n, 1):
+        return NotImplemented
+    if any(x.stride(-1) != 1 or x.dtype != keys.dtype for x in tensors):
         return NotImplemented
     store_kernel[B * n, K](
         keys, values, places, new_keys, new_values, n, d_k, d_v, *keys.stride()[:3],

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
 from specexp.fast.gpu.laws import (
     all_zero,
-    block_sizes,
+    by_blocks,
     counters,
     is_last,
     laws_of,
@@ -173,11 +174,12 @@ def accept_child_kernel(
     scale, lenience, salt, rows_ended, depth, ancestors, ends, path, count, new, depth_b,
     ancestors_b, D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
     LEVELS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    ROOM: tl.constexpr, DRAWN: tl.constexpr,
+    ROOM: tl.constexpr, DRAWN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """rules.Reject: to ok [B, N], whether a node's child of this rank is accepted, if none before
     it was; and its note. All programs of a node sum what the child before leaves, the last judges.
     """
+    wait_for_previous(DEPENDENT)
     place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     row, node = place // N, place % N
     notes += place * K * 4
@@ -227,8 +229,10 @@ def accept_child_kernel(
 def prefix_weights_kernel(
     logits, laws, q, tokens, notes, stride, scale, N: tl.constexpr,
     WIDE: tl.constexpr, V: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """rules.Block: the notes of a chain. A program owns a row, and reads at draft tokens alone."""
+    wait_for_previous(DEPENDENT)
     row, node = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     place = row * N + node
     x = tl.load(tokens + place + 1, node + 1 < N, other=-1).to(tl.int32)
@@ -252,9 +256,10 @@ def accept_prefix_kernel(
     logits, laws, q, tokens, keys, ok, notes, sums, ended, stride, scale, salt, rows_ended, depth,
     ancestors, ends, path, count, new, depth_b, ancestors_b, D: tl.constexpr, N: tl.constexpr,
     WIDE: tl.constexpr, LEVELS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr,
+    COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """rules.Block: to ok [B, N], whether the prefix that ends with a node is accepted."""
+    wait_for_previous(DEPENDENT)
     place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     notes += place * 4
     P, inside = tl.load(notes + 2), place % N > 0
@@ -304,9 +309,11 @@ def bonus_kernel(
     logits, laws, q, keys, notes, ends, bests, ended, new, stride, scale, lenience, salt,
     D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, LEVELS: tl.constexpr, V: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A row's bonus token, to new [B, D]: of the residual at the end of its path or, if that is 0
     everywhere, of the one before; any if p is NaN. A program owns a block of a row's vocabulary."""
+    wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, stop = tl.load(ends + row * 4), tl.load(ends + row * 4 + 1)
     last, place = tl.load(ends + row * 4 + 2), row * N + stop
@@ -339,9 +346,11 @@ def bonus_kernel(
 def follow_kernel(
     tokens, sample, parents, depth, ancestors, path, count, new, parents_b, depth_b, ancestors_b,
     D: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """rules.follow, the path along draft tokens that equal the sample [B, N] at their parents; with
     FIRST, of equal siblings along the first. A program owns a row."""
+    wait_for_previous(DEPENDENT)
     row, node, level = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, LEVELS)
     real = node < N
     parent = tl.load(parents + row * parents_b + node, real, other=-1).to(tl.int32)
@@ -389,7 +398,7 @@ def follow(draft: Draft, sample: Tensor, first: bool = False) -> Verdict:
     trees = nodes.parents, nodes.depth, nodes.ancestors
     follow_kernel[len(sample),](
         draft.tokens.contiguous(), sample.contiguous(), *trees, result.path, result.n, result.new,
-        *map(shared, trees), FIRST=first, **tree_sizes(draft),
+        *map(shared, trees), FIRST=first, **tree_sizes(draft), **dependent_launch(sample),
     )  # fmt: skip
     return result
 
@@ -420,7 +429,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     given, warm = (rows, laws, drafted), (rows.stride(0), logit_scale(sampling))
     lenience, ended = float(getattr(rule, "lenience", 1)), counters(laws.device, B * (N + 1))
     size = tree_sizes(draft)
-    tile = block_sizes(V) | {"N": N, "DRAWN": q is not None}
+    tile = by_blocks(rows) | {"N": N, "DRAWN": q is not None}
     blocks, ends = tile["COUNT"], ok.new_empty(B, 4)
     args = *given, tokens, keys, ok, notes, laws.new_empty(B * N, blocks, 2), ended
     end_args = (
@@ -430,7 +439,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     if whole:
         prefix_weights_kernel[B,](
             *given, tokens, notes, *warm, num_warps=1, N=N, WIDE=size["WIDE"], V=V, COUNT=blocks,
-            DRAWN=q is not None,
+            DRAWN=q is not None, **dependent_launch(rows),
         )  # fmt: skip
         accept_prefix_kernel[B * N, blocks](
             *args, *warm, noise.salt(ACCEPT), *end_args, **tile | size
@@ -438,7 +447,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     for rank in range(0 if whole else K):
         accept_child_kernel[B * N, blocks if rank else 1](
             *args, nodes.children, shared(nodes.children), rank, *warm, lenience,
-            noise.salt(ACCEPT), *end_args, K=K, **tile | size,
+            noise.salt(ACCEPT), *end_args, K=K, num_warps=4 if rank else 1, **tile | size,
         )  # fmt: skip
     bonus_kernel[B, blocks](
         *given, keys, notes, ends, ok.new_empty(B, blocks, 2), ended, result.new, *warm, lenience,

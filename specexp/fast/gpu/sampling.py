@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp import sampling
+from specexp.fast.gpu.dependent import wait_for_previous
 from specexp.fast.gpu.laws import (
     BITS,
     BLOCK,
     MANY,
     all_zero,
-    block_sizes,
+    by_blocks,
     counters,
     is_last,
     logit_scale,
@@ -107,10 +108,11 @@ def best_put(bests, blocks, ROOM: tl.constexpr):
 def draw_kernel(
     w, laws, keys, bests, out, ended, salt, n, keys_b, keys_n, stride, scale,
     V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
-    BY_LOGITS: tl.constexpr,
+    BY_LOGITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Noise.categorical: to out [rows], a token of every row by its weights w [rows, V]; BY_LOGITS,
     by logits w and their `laws`; any of the vocabulary if those are NaN."""
+    wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bests += row * COUNT * 2
     skip = block < 0
@@ -133,10 +135,11 @@ def draw_kernel(
 @triton.jit
 def likeliest_kernel(
     w, bests, out, ended, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    ROOM: tl.constexpr,
+    ROOM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """sampling.likeliest: to out [rows], the token with the largest w of every row; a NaN is above
     all."""
+    wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(w + row * V + token, token < V, other=0.0).to(tl.float32)
@@ -169,7 +172,7 @@ def likeliest(w: Tensor) -> Tensor:
         return NotImplemented
     tokens = torch.empty(w.shape[:-1], dtype=torch.int64, device=w.device)
     rows = tokens.numel()
-    tile = block_sizes(w.shape[-1], 4 if rows >= MANY else 1)
+    tile = by_blocks(w, 4 if rows >= MANY else 1)
     bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
     likeliest_kernel[rows, tile["COUNT"]](
         w, bests, tokens, counters(w.device, rows), num_warps=8 if rows >= MANY else 4, **tile
@@ -198,7 +201,7 @@ def draw(
 ) -> Tensor:
     """Tokens by weights w, or by logits w [..., V] and their laws."""
     rows = keys.numel()
-    tile = block_sizes(w.shape[-1])
+    tile = by_blocks(w)
     bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
     draw_kernel[rows, tile["COUNT"]](
