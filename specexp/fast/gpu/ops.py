@@ -75,7 +75,7 @@ UNUSED = "Triton's kernels are not used: %s"
 kernels: dict[Any, Any] = {}
 try:
     keep_triton()
-    from specexp.fast.gpu import attention, laws, layers, products, rows, sampling
+    from specexp.fast.gpu import attention, laws, layers, paths, products, rows, sampling
     from specexp.fast.gpu import rules as gpu_rules
 except Exception as e:  # there is no Triton, or one that lacks what they use
     if importlib.util.find_spec("triton") is not None:
@@ -96,7 +96,7 @@ else:
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
         Sampling.law: laws.law,
-        rules.follow: gpu_rules.follow,
+        rules.follow: paths.follow,
         engine.judged: gpu_rules.judged,
         Noise.keys: rows.keys,
         Sequences.commit: rows.commit,

@@ -16,7 +16,7 @@ from torch import Tensor
 from specexp.drafters.ngram import NGram, first_leaf
 from specexp.drafters.suffix import Suffix
 from specexp.fast.gpu.laws import BITS
-from specexp.fast.gpu.rules import shared
+from specexp.fast.gpu.paths import shared
 from specexp.fast.gpu.sampling import mix
 from specexp.models.cache import Slots
 from specexp.sampling import Noise, Rng

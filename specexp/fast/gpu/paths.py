@@ -1,0 +1,102 @@
+"""The path that a round keeps of a tree of draft tokens, found by one program a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.sequences import Draft, Verdict
+
+LARGEST = 128  # nodes of a tree that one program walks
+
+
+@triton.jit
+def accepted_path(
+    good, depth, ancestors, row, depth_b, ancestors_b, N: tl.constexpr, WIDE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """How deep the good nodes [WIDE] reach from the root, the node where that ends, and the depths
+    [WIDE] of the nodes on the path to it, -1 of others. WHOLE: a good node's prefix is good."""
+    node = tl.arange(0, WIDE)
+    table = ancestors + row * ancestors_b
+    reached = good | (node == 0)
+    if not WHOLE:
+        inside = (node < N)[:, None] & (node < N)[None, :]
+        above = tl.load(table + node[:, None] * N + node[None, :], inside, other=0) != 0
+        reached = tl.min(tl.where(above & ~reached[None, :], 0, 1), 1) > 0
+    deep = tl.load(depth + row * depth_b + node, node < N, other=-1).to(tl.int32)
+    n = tl.max(tl.where(reached & (node < N), deep, -1), 0)
+    stop = tl.min(tl.where(reached & (node < N) & (deep == n), node, WIDE), 0)
+    on = tl.load(table + stop * N + node, node < N, other=0) != 0
+    return n, stop, tl.where(on, deep, -1)
+
+
+@triton.jit
+def at_depth(route, level, WIDE: tl.constexpr):
+    """The nodes at these depths of a path (`accepted_path`)."""
+    at = route[None, :] == level[:, None]
+    return tl.sum(tl.where(at, tl.arange(0, WIDE)[None, :], 0), 1)
+
+
+@triton.jit
+def follow_kernel(
+    tokens, sample, parents, depth, ancestors, path, count, new, parents_b, depth_b, ancestors_b,
+    D: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """rules.follow, the path along draft tokens that equal the sample [B, N] at their parents; with
+    FIRST, of equal siblings along the first. A program owns a row."""
+    wait_for_previous(DEPENDENT)
+    row, node, level = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, LEVELS)
+    real = node < N
+    parent = tl.load(parents + row * parents_b + node, real, other=-1).to(tl.int32)
+    wanted = tl.load(sample + row * N + parent, real & (node > 0), other=-2)
+    good = tl.load(tokens + row * N + node, real, other=-1) == wanted
+    if FIRST:
+        before = good[None, :] & (parent[None, :] == parent[:, None])
+        good = good & (tl.max(tl.where(before & (node[None, :] < node[:, None]), 1, 0), 1) == 0)
+    n, _, route = accepted_path(good, depth, ancestors, row, depth_b, ancestors_b, N, WIDE, False)
+    at = at_depth(route, tl.minimum(level, n), WIDE)
+    tl.store(count + row, n.to(tl.int64))
+    tl.store(path + row * D + level, at.to(tl.int64), level < D)
+    tl.store(new + row * D + level, tl.load(sample + row * N + at, level < D, other=0), level < D)
+
+
+def shared(x: Tensor) -> int:
+    """The stride between the trees [b, ...] of rows: 0 if all have the same."""
+    return x.stride(0) if len(x) > 1 else 0
+
+
+def walkable(draft: Draft) -> bool:
+    """Whether one program can find a path in this tree."""
+    nodes, N = draft.nodes, draft.tokens.shape[1]
+    parts = nodes.parents, nodes.depth, nodes.ancestors, nodes.children
+    return N <= LARGEST and all(x.is_contiguous() for x in parts)
+
+
+def empty_verdict(draft: Draft) -> Verdict:
+    """Room for a verdict on this draft."""
+    B, D = len(draft.tokens), draft.nodes.deepest + 1
+    path, new = (draft.tokens.new_empty(B, D) for _ in range(2))
+    return Verdict(path, draft.tokens.new_empty(B), new)
+
+
+def tree_sizes(draft: Draft) -> dict[str, int]:
+    N, D = draft.tokens.shape[1], draft.nodes.deepest + 1
+    up = triton.next_power_of_2
+    return {"N": N, "D": D, "WIDE": up(N), "LEVELS": up(D)}
+
+
+def follow(draft: Draft, sample: Tensor, first: bool = False) -> Verdict:
+    if not walkable(draft) or sample.dtype != torch.int64:
+        return NotImplemented
+    nodes, result = draft.nodes, empty_verdict(draft)
+    trees = nodes.parents, nodes.depth, nodes.ancestors
+    follow_kernel[len(sample),](
+        draft.tokens.contiguous(), sample.contiguous(), *trees, result.path, result.n, result.new,
+        *map(shared, trees), FIRST=first, **tree_sizes(draft), **dependent_launch(sample),
+    )  # fmt: skip
+    return result
