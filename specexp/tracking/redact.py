@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = re.compile(
-    r"token$|secret|passw(?:or)?d|passphrase|api_?key|_(?:pat|pass|pwd|key|dsn)$|credential"
+    r"token$|secret|passw(?:or)?d|passphrase|api_?key|_(?:pat|pass|pwd|key|dsn)$|dbpass|credential"
     r"|connection_?string",
     re.IGNORECASE,
 )
@@ -25,9 +25,13 @@ SHAPES = (  # of tokens, by who issues them
     r"(?:xox[a-z]|xapp)-[\w-]{10,}|hooks\.slack\.com/services/[\w/]{20,}",  # mail and chat
     r"SG\.[\w-]{16,}\.[\w-]{16,}|(?<=/bot)\d{8,10}:[\w-]{35}",
     r"(?<=wandb login )[0-9a-f]{40}|(?<=[Bb]earer )[\w.~+/-]{16,}=*",  # any
+    r"(?<=[Cc]ookie: )[\w-]+=[\w.%+/=; -]{8,}",
 )
 WORDS = (  # the same of those that could also be inside another word or base64
     r"gsk_\w{20,}|r8_\w{30,}|pplx-\w{40,}|(?:nvapi|xai)-[\w-]{40,}",  # model hubs
+    r"tgp_v1_[\w-]{40,}|csk-\w{40,}|fw_[A-Za-z0-9]{20,}!|tvly-[\w-]{20,}|pcsk_\w{40,}",
+    r"wandb_v1_\w{40,}|lsv2_[ps][tk]_\w{32,}|gl(?:sa_\w{32}_[\da-f]{8}|c_eyJ[\w=-]{20,})",  # runs
+    r"ntn_\w{40,}|figd_[\w-]{40,}|PMAK-[\da-f-]{50,}|sntry[su]_[\w=-]{40,}|sbp_[\da-f]{40}",
     r"EAAA[\w-]{56,64}!|(?:AC|SK)[0-9a-z]{32}!|[0-9a-z]{32}-us\d{1,2}!",  # payments, mail, chat
     r"\d{8,10}:[\w-]{35}!|[MNO](?=[\w-]*\d)[\w-]{23,27}\.[\w-]{6}\.[\w-]{27,}",
     r"ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|do[opr]_v1_\w{40,}|dapi[0-9a-f]{32}!",  # clouds, code
@@ -48,12 +52,14 @@ VALUE = re.compile(
 PASSWORD = re.compile(r"(\w://[^\s:/@]*):(?:(?!://)[^\s\"\\])+@")  # in an address
 USER = re.compile(r"(\w://)[^\s:/@]{20,}@")  # a token in a user's place
 _NAMES = (  # that end the name of a secret in a text
-    r"(?:token|secret\w{0,30}|passw(?:or)?d\w{0,30}|passphrase|_(?:pat|pass|pwd|dsn)|authorization"
-    r"|(?:api|access|private|signing|account|encryption)[_-]?key|credentials?|connection_?string)"
+    r"(?:token|secret\w{0,30}|passw(?:or)?d\w{0,30}|passphrase|_(?:pat|pass|pwd|dsn)|(?<=db)pass"
+    r"|(?<![a-z])(?-i:pwd)|authorization|credentials?|connection_?string"
+    r"|(?:api|auth|access|private|signing|account|encryption)[_-]?key)"
 )
 _BARE = r"[^\]\[\s\"'\\,;<>(){}|&`]{8,}+(?![\[({<])"
 NAMED = re.compile(  # a name and its value: name = "value", "name": "value", --name value
-    rf"(?=[-_ACPSTacpst])(?i:(?:--[\w-]{{0,30}}?{_NAMES}(?: +|=)|curl .{{0,99}}?-u \w{{1,40}}:"
+    rf"(?=[-%_ACPSTacpst])(?i:(?:--[\w-]{{0,30}}?{_NAMES}(?: +|=)|curl .{{0,99}}?-u \w{{1,40}}:"
+    rf"|%(?:set_)?env +\w{{0,30}}?{_NAMES} +"
     rf"|{_NAMES}"
     r"(?:\\*[\"'])?\]?[ \t]{0,9}(?::[ \t]?\w{1,20}[ \t]?=|[:=]{1,2}>?)[ \t]{0,9})"
     r"(?:[bru]?(?P<quote>\\*[\"']))?(?:(?:basic|token|apikey) )?"

@@ -55,7 +55,10 @@ TOKENS = (
     f"M{X[:23]}.{X[:6]}.{X[:27]}", f"ya29.{X}", f"GOCSPX-{X}", f"dop_v1_{HEX}", f"dapi{HEX[:32]}",
     f"hvs.{X}", f"AGE-SECRET-KEY-1{X[:58].upper()}", f"dp.pt.{X}", f"AKC{X}", f"AP6{X[:40]}",
     f"cio{X[:32]}", f"GR1348941{X[:20]}", f"glimt-{X}", f"glagent-{X}", f"glsoat-{X}",
-    f"ATATT3{X}{X}", f"lin_api_{X}", f"rubygems_{HEX}", f"xapp-1-{X}",
+    f"ATATT3{X}{X}", f"lin_api_{X}", f"rubygems_{HEX}", f"xapp-1-{X}", f"tgp_v1_{X}", f"csk-{X}",
+    f"fw_{X}", f"tvly-{X}", f"pcsk_{X}", f"wandb_v1_{X}", f"lsv2_pt_{HEX[:32]}_{HEX[:10]}",
+    f"glsa_{X[:32]}_{HEX[:8]}", f"glc_eyJ{X}==", f"ntn_{X}", f"figd_{X}", f"PMAK-{HEX[:24]}-{HEX}",
+    f"sntrys_{X}", f"sbp_{HEX[:40]}",
 )  # fmt: skip
 
 
@@ -74,6 +77,7 @@ def test_token_is_known_by_its_shape(token):
         (f"AccountName=a;AccountKey={X};", "AccountName=a;{};"),
         ("https://user@host/x", "https://user@host/x"),
         (f"wandb login {HEX[:40]}", "wandb login {}"),
+        (f"Cookie: session={X}; csrf=1a", "Cookie: {}"),
         (f"https://api.telegram.org/bot123456789:{X[:35]}/me", "https://api.telegram.org/bot{}/me"),
         (f"Private-Lines: 1\n{X}\nPrivate-MAC: 12", "Private-Lines: {}: 12"),
         ('{"a":"http://host:80","b":"me@host"}', None),
@@ -88,7 +92,7 @@ def test_secret_in_its_place_is_hidden_and_plain_text_stays(text, safe):
 
 @pytest.mark.parametrize(
     "name",
-    ["GH_PAT", "DB_PASS", "MY_PWD", "SSH_PASSPHRASE", "SIGNING_KEY", "SENTRY_DSN",
+    ["GH_PAT", "DB_PASS", "PGDBPASS", "MY_PWD", "SSH_PASSPHRASE", "SIGNING_KEY", "SENTRY_DSN",
      "AWS_CREDENTIALS", "STORAGE_CONNECTION_STRING", "HF_TOKEN", "CLIENT_SECRET"],
 )  # fmt: skip
 def test_environment_value_is_secret_by_its_name(monkeypatch, name):
@@ -106,7 +110,7 @@ V = "pz7XDhKPdy/fJg+q"
      '{"auth_token": "{}", "n": 1}', 'os.environ["MY_TOKEN"] = "{}"', "curl -u me:{} https://host",
      "run --password {} now", "--hub-token={}", "WANDB_API_KEY={}\n", "x?access_token={}&n=1",
      "Authorization: Basic {}==", '"Authorization": "Basic {}"', "X-API-Key: {}",
-     "if pwd := 1, x_pwd={}",
+     "if pwd := 1, x_pwd={}", "pwd = '{}'", "dbpass={}", 'auth_key: "{}"', "%env MY_TOKEN {}",
      "aws_secret_access_key = {}", "//registry.npmjs.org/:_authToken={}", "token = b'{}'"],
 )  # fmt: skip
 def test_value_is_hidden_for_its_name(text):
@@ -132,6 +136,7 @@ def test_value_is_hidden_for_its_name(text):
      'token: "def f2(x): y"',
      "token: +implementation", "time per token: 12.345ms/pass, 0.0123±0.001s", "token=0.00012345",
      "secret_file: /run/secrets/db_password1", "api_key = 'YOUR_API_KEY_2'", "token: Qwen3-0.6B",
+     "PWD=/home/me2/x_1a2b3c4d, OLDPWD=/tmp/ab12cd34e", "%env -v TOKEN", "the cookie: a wafer",
      '"run_key": "93df95c63d4c12dd"', "key = 93df95c63d4c12dd", "token: List2[Token]",
      "token: 1234567890"],
 )  # fmt: skip
@@ -161,7 +166,8 @@ def test_named_value_is_hidden_in_a_record():
 
 @pytest.mark.parametrize(
     "part",
-    ["eyJ", "a://b:", "token", "token=", 'token="', "--token", "A", "1", "M1-", "\\nM1",
+    ["eyJ", "a://b:", "token", "token=", 'token="', "--token", "%env ", "Cookie: a=", "pwd",
+     "A", "1", "M1-", "\\nM1",
      "\x1b[1meyJ",
      "Private-Lines: ", "-----BEGIN PRIVATE KEY", "curl -u a", "secret_", "x:1/2 ", "{[", "a@b"],
 )  # fmt: skip
