@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from math import isnan
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -159,6 +160,8 @@ def probe(lm: LM) -> None:
         return
     with _refusing(lm.name, lm.module):
         off = difference(lm, probe_length(lm))
+    if isnan(off):
+        raise UserError(f"{lm.name} cannot be served: its logits are NaN; check weights and config")
     if off > (0.1 if lm.dtype == torch.bfloat16 else 0.01):  # far beyond rounding
         apart = f"differ by {off:.1e} of their size from those of each path alone"
         raise _unservable(lm.name, lm.module, f"its logits over a tree {apart}")
@@ -203,8 +206,8 @@ def probe_length(lm: LM) -> int:
 @torch.inference_mode()
 def difference(lm: LM, length: int) -> float:
     """The relative difference between an LM's logits in two rounds over a tree and those of its
-    module, which reads each path alone and without a cache; infinite if one has logits that are not
-    finite where the other's are, else those aside.
+    module, which reads each path alone and without a cache; NaN if that has logits that are NaN,
+    infinite if one has infinite logits where the other has not, else those aside.
 
     The batch has a prefix of `length` tokens and one of a single token. The first round accepts the
     tree's deepest path, so that keys are moved. In the longer row only that path is compared, since
@@ -238,6 +241,8 @@ def difference(lm: LM, length: int) -> float:
         lm.keep(seqs, draft, verdict)
         seqs.commit(verdict)
     own, true = torch.cat(ours), torch.cat(reference)
+    if true.isnan().any():
+        return torch.nan
     finite = own.isfinite()
     if not torch.equal(finite, true.isfinite()):
         return torch.inf

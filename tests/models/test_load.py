@@ -11,7 +11,7 @@ import torch
 from conftest import CONTEXT, tiny_llama
 from huggingface_hub.utils import are_progress_bars_disabled
 from support import architectures
-from support.tiny import PROMPTS, module
+from support.tiny import module
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -25,15 +25,11 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from specexp.drafters.plain import Plain
-from specexp.engine import Engine
-from specexp.errors import NonFiniteLogits, UserError
+from specexp.errors import UserError
 from specexp.models import lm as lms
 from specexp.models import load
 from specexp.models.cache import SlotCache
 from specexp.models.load import of_module
-from specexp.policy import Fixed
-from specexp.tree import Tree
 
 
 @pytest.fixture
@@ -293,7 +289,7 @@ def test_window_that_a_module_ignores_is_seen_though_its_passes_are_our_own():
 def test_module_whose_own_logits_are_no_numbers_agrees_with_none():
     """Without a mask attention of torch's takes no negative scale; with one it does."""
     net = AutoModelForCausalLM.from_config(architectures.config("granite", attention_multiplier=-1))
-    with pytest.raises(UserError, match="its logits over a tree differ by inf"):
+    with pytest.raises(UserError, match="its logits are NaN; check weights and config"):
         of_module(net)
 
 
@@ -304,12 +300,12 @@ def test_module_is_probed_once_and_left_without_cache(monkeypatch):
     of_module(net)
 
 
-def test_probe_passes_nan_weights_and_generate_raises():
-    net = copy.deepcopy(module("gpt2"))
-    net.transformer.wte.weight.data[::2] = torch.nan
-    greedy = Engine(of_module(net), Plain(), Fixed(Tree.chain(0)))
-    with pytest.raises(NonFiniteLogits):
-        greedy.generate(PROMPTS, 4)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_module_whose_logits_are_nan_is_refused(kind):
+    net = copy.deepcopy(module(kind))
+    net.get_input_embeddings().weight.data[::2] = torch.nan
+    with pytest.raises(UserError, match="its logits are NaN; check weights and config"):
+        of_module(net)
 
 
 def test_probe_passes_on_out_of_memory(monkeypatch):
