@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -81,7 +81,8 @@ class AttentionInfo:
     """What attention needs to know of a pass over tokens [B, n], in layers of one kind.
 
     visible: which slots each token sees, windows aside; None: its own and all before it. positions
-    [B, n]. masks: those that were made, by the number of query heads of a key head and of tokens.
+    [B, n]. masks: those that were made, by the number of query heads of a key head and of tokens;
+    lasts: what `of_last` has returned.
     """
 
     cache: SlotCache
@@ -89,6 +90,7 @@ class AttentionInfo:
     positions: Tensor
     kind: memory.Layer
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    lasts: dict[int, tuple[Tensor, Tensor, Branches | None]] = field(default_factory=dict)
 
     @property
     def slots(self) -> Tensor:
@@ -99,6 +101,13 @@ class AttentionInfo:
     def size(self) -> int:
         """Places that these layers have."""
         return self.cache.sizes[self.kind.span]
+
+    def of_last(self, n: int) -> tuple[Tensor, Tensor, Branches | None]:
+        """Slots, positions and `visible` of the last n tokens."""
+        if n not in self.lasts:
+            seen = self.visible and replace(self.visible, ancestors=self.visible.ancestors[:, -n:])
+            self.lasts[n] = self.slots[:, -n:], self.positions[:, -n:], seen
+        return self.lasts[n]
 
     def mask(self, dtype: torch.dtype, group: int, n: int) -> Tensor:
         """[B, 1, group * n, S] for `scaled_dot_product_attention`, of the last n tokens."""

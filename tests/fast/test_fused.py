@@ -217,10 +217,6 @@ def scaled(net):
     net.model.layers[0].self_attn.o_proj.register_forward_hook(lambda m, i, out: 1.1 * out)
 
 
-def broken(net):
-    net.model.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
-
-
 def renamed(net):
     mlp = net.model.layers[0].mlp
     mlp.widen = mlp.up_proj
@@ -229,12 +225,8 @@ def renamed(net):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (gelu, "differ by"), (scaled, "differ by"), (broken, "differ by nan"),
-        (renamed, "up_proj"),
-    ],
-)  # fmt: skip
+    ("spoil", "said"), [(gelu, "differ by"), (scaled, "differ by"), (renamed, "up_proj")]
+)
 def test_network_that_differs_is_unfused_and_logged(spoil, said, caplog):
     net = made("llama")
     spoil(net)

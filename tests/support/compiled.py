@@ -23,7 +23,7 @@ from triton.runtime import JITFunction, driver
 from specexp import ops
 from specexp.fast import fused
 from specexp.fast.fused import Fused
-from specexp.fast.gpu import dependent
+from specexp.fast.gpu import launches
 from specexp.models import lm
 from specexp.models.cache import SlotCache
 
@@ -72,7 +72,7 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
 
     driver.set_active(Card(capability))
     JITFunction.run = compiled
-    dependent.supported = lambda device: capability >= 90
+    launches.supported = lambda device: capability >= 90
     try:
         yield needs
     finally:

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.fused import AttentionInfo
-from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.launches import blocks_of, dependent_launch, power_of_2, wait_for_previous
 from specexp.fast.gpu.laws import counters, is_last, positive_or_one
 from specexp.fast.gpu.layers import KINDS
+from specexp.tree import Branches
 
 FILLED = 256  # programs that keep a large GPU busy
 SPLITS = 32  # at most
@@ -183,10 +184,9 @@ def attention(
     cap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     (B, H, n, d), K, S = q.shape, keys.shape[1], keys.shape[2]
-    slots, positions, visible = info.slots[:, -n:], info.positions[:, -n:], info.visible
-    root, ancestors = (
-        (slots, slots[..., None]) if visible is None else (visible.root, visible.ancestors[:, -n:])
-    )
+    slots, positions, visible = info.of_last(n)
+    tree = visible or Branches(slots, slots[..., None])  # of a line it is not read
+    root, ancestors = tree.root, tree.ancestors
     tensors = [q, keys, values, ancestors]
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
@@ -204,13 +204,12 @@ def attention(
     stats = torch.empty(B * n * H, splits, 2, device=q.device) if splits > 1 else out
     shared = ancestors.stride(0) if len(ancestors) > 1 else 0  # all rows may have one tree
     queries, block = H // K * n, tile["QUERIES"]
-    blocks, combine_slots = triton.cdiv(queries, block), COMBINE_SLOTS * min(queries, block)
+    blocks, combine_slots = blocks_of(block, queries), COMBINE_SLOTS * min(queries, block)
     attention_kernel[B * K, splits, blocks](
         q, keys, values, slots, positions, root, ancestors, q if sinks is None else sinks, out,
         parts, stats, counters(q.device, FILLED), scale * LOG2E, cap * LOG2E, n, kind.window,
         size - 1 if size < info.cache.size else S, *slots.stride(), *positions.stride(),
-        *q.stride()[:3],
-        *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
+        *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
         ancestors.stride(1), ancestors.shape[2], combine_slots, HEADS=K, GROUP=H // K,
         SINKS=sinks is not None, CAPPED=cap > 0, WINDOW=kind.window > 0, TREE=visible is not None,
         **tile, **dependent_launch(q),
@@ -221,12 +220,12 @@ def attention(
 def tile_sizes(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
     """A program's tile, and the number of splits, if S slots are read and there are `heads` key
     heads in all rows together."""
-    wide = max(16, triton.next_power_of_2(d))
+    wide = max(16, power_of_2(d))
     most = 64 if dtype.itemsize == 2 else 32
     keys = max(16, most * 128 // max(128, wide))  # as shared memory allows
-    size = max(16, min(keys, triton.next_power_of_2(queries)))  # 16: the least product
-    programs = heads * triton.cdiv(queries, size)
-    most = min(SPLITS, FILLED // programs, triton.cdiv(S, keys))
+    size = max(16, min(keys, power_of_2(queries)))  # 16: the least product
+    programs = heads * blocks_of(size, queries)
+    most = min(SPLITS, FILLED // programs, blocks_of(keys, S))
     splits = 1 << max(most, 1).bit_length() - 1
     warps, stages = (4, 3) if dtype.itemsize == 2 else (8, 2)
     more = {"num_warps": warps, "num_stages": stages}

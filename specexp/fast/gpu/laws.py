@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.launches import blocks_of, dependent_launch, power_of_2, wait_for_previous
 from specexp.sampling import Sampling
 
 BLOCK = 1024  # tokens
@@ -243,15 +243,15 @@ def law_kernel(
 def by_blocks(w: Tensor, times: int = 1) -> dict[str, Any]:
     """How a kernel reads rows w [..., V]: in COUNT blocks, `times` as large as usual."""
     V = w.shape[-1]
-    block = min(times * BLOCK, triton.next_power_of_2(V))
-    count = triton.cdiv(V, block)
-    sizes = {"V": V, "BLOCK": block, "COUNT": count, "ROOM": triton.next_power_of_2(count)}
+    block = min(times * BLOCK, power_of_2(V))
+    count = blocks_of(block, V)
+    sizes = {"V": V, "BLOCK": block, "COUNT": count, "ROOM": power_of_2(count)}
     return sizes | dependent_launch(w)
 
 
 def counters(device: torch.device, rows: int) -> Tensor:
     """For `is_last`: how many programs of each row have ended; 0 between launches of a stream."""
-    return zeros(device, triton.next_power_of_2(rows))
+    return zeros(device, power_of_2(rows))
 
 
 @cache  # never freed: recorded graphs count in it
@@ -277,7 +277,7 @@ def laws_of(sampling: Sampling, logits: Tensor) -> Tensor | None:
     laws = torch.empty(rows, 4 + blocks, device=logits.device)
     sums = laws.new_empty(rows, blocks << digit)
     ended, stride = counters(logits.device, rows), logits.stride(0)
-    unfiltered_kernel[rows, triton.cdiv(blocks, part)](
+    unfiltered_kernel[rows, blocks_of(part, blocks)](
         logits, laws, sums, ended, scale, stride, PART=part, num_warps=4 if part == 1 else 8, **tile
     )
     found = laws.new_empty(rows, dtype=torch.int32)

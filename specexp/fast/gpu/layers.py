@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.fused import Layer, Norm
-from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.launches import blocks_of, dependent_launch, power_of_2, wait_for_previous
 from specexp.fast.lighter import epsilon
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,7 +77,7 @@ def rotate_and_store(
         qkv, *rotations, places, *(norms or (qkv, qkv)), q, keys, values,
         layer.norms[0].eps if layer.norms else 0.0, n, qkv.stride(0), *places.stride(),
         *keys.stride()[:3], *values.stride()[:3], H=H, K=K, D=d,
-        WIDE=triton.next_power_of_2(d), NORMS=bool(norms), **dependent_launch(qkv),
+        WIDE=power_of_2(d), NORMS=bool(norms), **dependent_launch(qkv),
     )  # fmt: skip
     return q, keys, values
 
@@ -128,7 +128,7 @@ def launch_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """`add_norm` of x [rows, E] and y, in so many parts."""
     total, normed, (rows, E) = torch.empty_like(x), torch.empty_like(x), x.shape
-    wide = triton.next_power_of_2(E)
+    wide = power_of_2(E)
     warps = max(1, min(16, wide // 512))  # about 16 numbers a thread
     add_norm_kernel[rows,](
         x, y, x if bias is None else bias, norm.weight, total, normed, norm.eps, E=E, WIDE=wide,
@@ -155,7 +155,7 @@ def swiglu(x: Tensor) -> Tensor:
         return NotImplemented
     hidden = x.shape[1] // 2
     out = x.new_empty(len(x), hidden)
-    grid = len(x), triton.cdiv(hidden, 1024)
+    grid = len(x), blocks_of(1024, hidden)
     swiglu_kernel[grid](x, out, HIDDEN=hidden, BLOCK=1024, **dependent_launch(x))
     return out
 
@@ -186,7 +186,7 @@ def rms_norm(x: Tensor, norm: Any) -> Tensor:
         return NotImplemented
     out = torch.empty_like(x)
     x_rows, out_rows = (y[(None,) * (4 - x.dim())] for y in (x, out))
-    wide = triton.next_power_of_2(E)
+    wide = power_of_2(E)
     rms_norm_kernel[x.numel() // E,](
         x, norm.weight, out, epsilon(norm), norm.above, *x_rows.shape[1:3], *x_rows.stride()[:3],
         *out_rows.stride()[:3], E=E, WIDE=wide, num_warps=max(1, min(16, wide // 512)),
@@ -231,6 +231,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     q_out, k_out = q.new_empty(B, H, n, d), k.new_empty(B, K, n, d)
     turn_kernel[B * n, H + K](
         q, k, cos, sin, q_out, k_out, n, *q.stride()[:3], *k.stride()[:3], *cos.stride()[:2],
-        *sin.stride()[:2], H=H, K=K, D=d, WIDE=triton.next_power_of_2(d), **dependent_launch(q),
+        *sin.stride()[:2], H=H, K=K, D=d, WIDE=power_of_2(d), **dependent_launch(q),
     )  # fmt: skip
     return q_out, k_out

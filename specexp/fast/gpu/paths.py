@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.launches import dependent_launch, power_of_2, wait_for_previous
 from specexp.sequences import Draft, Verdict
 
 LARGEST = 128  # nodes of a tree that one program walks
@@ -86,7 +86,7 @@ def empty_verdict(draft: Draft) -> Verdict:
 
 def tree_sizes(draft: Draft) -> dict[str, int]:
     N, D = draft.tokens.shape[1], draft.nodes.deepest + 1
-    up = triton.next_power_of_2
+    up = power_of_2
     return {"N": N, "D": D, "WIDE": up(N), "LEVELS": up(D)}
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.fused import Norm
-from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.launches import blocks_of, dependent_launch, wait_for_previous
 from specexp.fast.gpu.laws import counters, is_last
 from specexp.fast.gpu.layers import KINDS, can_add_norm, launch_add_norm
 
@@ -68,7 +68,7 @@ def launch_product(
     """x [n, depth] times weight [E, depth], to parts [shares of the depth, n, E], or to out [n, E]
     all of them."""
     (shares, n, E), depth = parts.shape, x.shape[1]
-    blocks, sums = triton.cdiv(E, block), out is not None
+    blocks, sums = blocks_of(block, E), out is not None
     product_kernel[blocks, shares](
         x, weight, x if bias is None else bias, parts, out if sums else parts,
         counters(x.device, blocks) if sums else parts, n, x.stride(0), E=E, DEEP=depth,
@@ -125,7 +125,7 @@ def product_add_norm(
 
 def shares(E: int, depth: int) -> int:
     """Into how many equal shares the depth of a matrix is split."""
-    most = min(8, FILLED // triton.cdiv(E, 32))
+    most = min(8, FILLED // blocks_of(32, E))
     return next((n for n in range(most, 1, -1) if depth % (n * DEEP) == 0), 1)
 
 
@@ -165,7 +165,7 @@ def product_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return NotImplemented
     n, (wide, E) = len(x), weight.shape
     out = x.new_empty(n, wide // 2)
-    product_swiglu_kernel[triton.cdiv(wide // 2, 32),](
+    product_swiglu_kernel[blocks_of(32, wide // 2),](
         x, weight, x if bias is None else bias, out, n, x.stride(0), E=E, HIDDEN=wide // 2,
         BLOCK=32, BIAS=bias is not None, **tile(x),
     )  # fmt: skip

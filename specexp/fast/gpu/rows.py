@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specexp.drafters.ngram import NGram, first_leaf
 from specexp.drafters.suffix import Suffix
+from specexp.fast.gpu.launches import blocks_of, power_of_2
 from specexp.fast.gpu.laws import BITS
 from specexp.fast.gpu.paths import shared
 from specexp.fast.gpu.sampling import mix
@@ -44,7 +45,7 @@ def keys(self: Noise, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
     if not integers(stream, length, depth) or not depth.numel() or len(depth) not in (1, B):
         return NotImplemented
     out = torch.empty(B, n, dtype=torch.int64, device=depth.device)
-    wide = triton.next_power_of_2(n)
+    wide = power_of_2(n)
     keys_kernel[B,](stream, length, depth, out, shared(depth), n, WIDE=wide, BY_ROUND=self.by_round)
     return out
 
@@ -81,7 +82,7 @@ def commit(self: Sequences, verdict: Verdict) -> Tensor:
     (B, D), report = new.shape, new.new_empty(len(new), 3)
     commit_kernel[B,](
         tokens, self.length, self.limit, self.eos, new, verdict.n, report, tokens.stride(0),
-        len(self.eos), D=D, WIDE=triton.next_power_of_2(D),
+        len(self.eos), D=D, WIDE=power_of_2(D),
     )  # fmt: skip
     return report
 
@@ -115,7 +116,7 @@ def store(
     store_kernel[B * n, K](
         keys, values, places, new_keys, new_values, n, d_k, d_v, *keys.stride()[:3],
         *values.stride()[:3], places.stride(0), places.stride(2), *new_keys.stride()[:3],
-        *new_values.stride()[:3], WIDE=triton.next_power_of_2(max(d_k, d_v)),
+        *new_values.stride()[:3], WIDE=power_of_2(max(d_k, d_v)),
     )  # fmt: skip
     return None
 
@@ -148,7 +149,7 @@ def keep(self: Slots, rows: slice, source: Tensor, slots: Tensor) -> Any:
     last = [x.stride(-1) for x in (keys, values, source, slots)]
     if keys.shape != values.shape or n * d > 1 << 14 or last != [1] * 4:
         return NotImplemented
-    up = triton.next_power_of_2
+    up = power_of_2
     keep_kernel[B, H](
         keys, values, source, slots, n, d, *keys.stride()[:3], *values.stride()[:3],
         source.stride(0), slots.stride(0), PLACES=up(n), WIDE=up(d), num_warps=4,
@@ -208,7 +209,7 @@ def lookup(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     tokens = text.new_empty(B, N)
     lookup_kernel[B,](
         text, seqs.length, nodes.depth, branch, tokens, text.stride(0), S, self.vocab, N=N,
-        WIDE=triton.next_power_of_2(N), LEAVES=leaves, MATCH=self.n, AT_ONCE=AT_ONCE,
+        WIDE=power_of_2(N), LEAVES=leaves, MATCH=self.n, AT_ONCE=AT_ONCE,
     )  # fmt: skip
     return Draft(tokens, nodes, seqs)
 
@@ -330,7 +331,7 @@ def spoil(fault: Tensor, logits: Tensor) -> Any:
     if logits.dtype not in BITS or not logits.is_contiguous() or not logits.numel():
         return NotImplemented
     B, size = len(logits), logits[0].numel()
-    tops = torch.empty(B, triton.cdiv(size, 4 * AT_ONCE), device=logits.device)
+    tops = torch.empty(B, blocks_of(4 * AT_ONCE, size), device=logits.device)
     block_max_kernel[tops.shape](logits, tops, size, BLOCK=4 * AT_ONCE)
     fault.add_(tops.amax(1), alpha=0)
     return None

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specexp.fast.gpu.dependent import dependent_launch, wait_for_previous
+from specexp.fast.gpu.launches import dependent_launch, wait_for_previous
 from specexp.fast.gpu.laws import (
     all_zero,
     by_blocks,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp import sampling
-from specexp.fast.gpu.dependent import wait_for_previous
+from specexp.fast.gpu.launches import blocks_of, wait_for_previous
 from specexp.fast.gpu.laws import (
     BITS,
     BLOCK,
@@ -184,7 +184,7 @@ def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
     if not drawable(self, w, keys):
         return NotImplemented
     weights, V = torch.empty_like(w), w.shape[-1]
-    race_kernel[keys.numel(), triton.cdiv(V, BLOCK)](
+    race_kernel[keys.numel(), blocks_of(BLOCK, V)](
         w, keys, weights, self.salt(purpose), *key_layout(keys), V=V, BLOCK=BLOCK
     )
     return weights
