@@ -136,7 +136,7 @@ def test_value_is_hidden_for_its_name(text):
      'token: "def f2(x): y"',
      "token: +implementation", "time per token: 12.345ms/pass, 0.0123±0.001s", "token=0.00012345",
      "secret_file: /run/secrets/db_password1", "api_key = 'YOUR_API_KEY_2'", "token: Qwen3-0.6B",
-     "PWD=/srv/me2/x_1a2b3c4d, OLDPWD=/tmp/ab12cd34e", "%env -v TOKEN", "the cookie: a wafer",
+     "PWD=/srv/me2/x_1a2b3c4d, OLDPWD=/var/ab12cd34e", "%env -v TOKEN", "the cookie: a wafer",
      '"run_key": "93df95c63d4c12dd"', "key = 93df95c63d4c12dd", "token: List2[Token]",
      "token: 1234567890"],
 )  # fmt: skip
