@@ -33,7 +33,7 @@ test: $(STAMP)   ## install, lint, type-check, run the tests
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-test-all: $(STAMP)  ## run all tests, slow ones included (no lint)
+test-all: $(STAMP)  ## run all tests, slow ones included: hours (no lint)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
 gpu:             ## a GPU's tests, kernels, passes and bench, in stages (STAGE=smoke, MINUTES=9), with PY's packages

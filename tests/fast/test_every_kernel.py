@@ -13,6 +13,7 @@ from specexp import engine, ops
 from specexp.drafters.suffix import Suffix
 from specexp.fast import fused, lighter
 from specexp.models import cache, heads, lm, load
+from specexp.models.scans import Scan
 from specexp.recording import recorder_for
 from specexp.rules import Block, Reject
 from specexp.sampling import ACCEPT, TOKEN, Certain, Noise, Sampling, mix, ranked
@@ -23,7 +24,9 @@ from specexp.tree import Tree
 WHOLE = {lm.network, heads.network, load.place_weights, recorder_for, fused.by_length_up_to}
 WITH_GPU = torch.cuda.is_available()
 SEEDS = {"cpu": 400, "cuda": 30, "interpreted": 30}  # of a GPU most are compiled anew
-HANDED_OVER = (cache.store, lighter.rotate, lighter.rms_norm, fused.attention)  # by modules
+HANDED_OVER = (  # by modules
+    cache.store, lighter.rotate, lighter.rms_norm, fused.attention, lm.product,
+)  # fmt: skip
 SLOWEST = {Noise.race, Noise.categorical, engine.judged, Suffix.propose}  # of the interpreted
 
 
@@ -91,13 +94,21 @@ def test_law_of_a_row_is_that_of_the_row_alone(cuts, monkeypatch):
     assert torch.equal(laws.law(sampling, logits), torch.cat(alone))
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("operation", HANDED_OVER, ids=lambda operation: operation.__name__)
-def test_kernel_refuses_what_its_reference_cannot_take(operation):
+@pytest.mark.parametrize(
+    ("operation", "kernel"),
+    [
+        *(pytest.param(operation, "cuda", marks=pytest.mark.triton) for operation in HANDED_OVER),
+        *(
+            pytest.param(operation, "cpu", marks=pytest.mark.compiler)
+            for operation in (lm.product, lm.spoil, Scan.convolution, Scan._scan)
+        ),
+    ],
+)
+def test_kernel_refuses_what_its_reference_cannot_take(operation, kernel):
     """A module decides on these shapes, and a kernel would read beyond them."""
-    run, _ = ops.OPS[operation].kernels["cuda"]
-    device, tried = "cuda" if WITH_GPU else "cpu", 0
-    for seed, at in itertools.product(range(12), range(5)):
+    run, _ = ops.OPS[operation].kernels[kernel]
+    device, tried = "cuda" if kernel == "cuda" and WITH_GPU else "cpu", 0
+    for seed, at in itertools.product(range(12), range(8)):
         case = INPUTS[operation](Dice(seed, device))
         given = list(case.args)
         x = given[at] if at < len(given) else None
@@ -107,7 +118,7 @@ def test_kernel_refuses_what_its_reference_cannot_take(operation):
             with references():
                 try:
                     ops.OPS[operation].reference(*args)
-                except RuntimeError:
+                except (RuntimeError, IndexError, ValueError):
                     tried += 1
                     assert run(*given) is NotImplemented, (seed, at, dim)
     assert tried >= 12

@@ -95,7 +95,7 @@ def test_weights_that_do_not_fit_stop_smaller_ones(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_streams_and_training_have_no_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "NEW", 8)
+    monkeypatch.setattr(stages, "SERVED", 8)
     monkeypatch.setattr(stages, "TURNS", 1)
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     pair = api.load("target-10m", "ngram", device="cpu")
@@ -116,8 +116,9 @@ def test_pair_drawn_on_the_device_has_no_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "STREAMS", [2])
     rows = Rows(tmp_path / "gpu_pair.json")
     stages.pair(rows, torch.device("cpu"))
-    assert [row.get("error") for row in rows.rows] == [None] * 4
-    weights, round_, peers, batch = rows.rows
+    assert [row.get("error") for row in rows.rows] == [None] * 5
+    weights, prefill, round_, peers, batch = rows.rows
+    assert prefill["plain_ms"] > 0 < prefill["drafting_ms"]
     assert weights["draft"] == 4
     assert round_["acceptance"]["rate"] > 0.3
     assert all(row["their_tok_s"] for row in peers["rows"])

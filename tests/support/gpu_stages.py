@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -64,7 +65,7 @@ GEMMA_3_4B = {
     "intermediate_size": 10240, "vocab_size": 262208, "sliding_window": 1024,
     "max_position_embeddings": 8192,
 }  # fmt: skip
-NEW = 48  # tokens of a text
+NEW, SERVED = 48, 192  # tokens of a text; of one that is served, among which prefill is less
 FEW = 3  # texts of a pair of which transformers writes a token in 30 ms
 DAMP = 0.045  # of deeper layers: the first 4 of 32 then draft about 4 of 5 tokens right
 BATCHES = (1, 8, 32, 128, 256)
@@ -229,10 +230,22 @@ def pair(rows: Rows, device: torch.device) -> None:
     for pairing in made:
         suite = partial(suites.run, pairing=pairing, prompts=texts, batches=(1, 8),
                         max_new_tokens=NEW, repeats=2)  # fmt: skip
+        rows.add("prefill", partial(prefill, pairing))
         rows.add("round", partial(suite, "round"))
         rows.add("peers", partial(suite, "peers"))
         for streams in STREAMS[::2]:
             rows.add(f"batch {streams}", partial(in_batch, streams, pairing))
+
+
+def prefill(pairing: Pairing) -> dict[str, float]:
+    """Milliseconds before the first round of a text, of the target alone and with the drafter:
+    medians over texts, each read `TURNS` times once it has been read."""
+    texts = pairing.encode([prompt.text for prompt in prompts.load("all", limit=20)])
+    row = {"tokens": median(map(len, texts))}
+    for name, engine in {"plain": pairing.engine.plain(), "drafting": pairing.engine}.items():
+        traces = [engine.generate([text], 1).trace for _ in range(1 + TURNS) for text in texts]
+        row[f"{name}_ms"] = 1e3 * median(trace.prefill_s for trace in traces[len(texts) :])
+    return row
 
 
 def in_batch(streams: int, pairing: Pairing) -> dict[str, Any]:
@@ -271,6 +284,7 @@ def bench(rows: Rows, device: torch.device) -> None:
     pair = api.load("target-10m", "model", device=str(device), dtype="bfloat16")
     texts = prompts.load("all", limit=work.PROMPTS)
     rows.add("peers, few texts", partial(suites.run, "peers", pair, texts[:FEW], (1,), NEW, 1))
+    rows.add("prefill", partial(prefill, pair))
     for name in (*work.NAMES[1:], "peers"):
         rows.add(name, partial(suites.run, name, pair, texts, BATCHES, NEW, 3))
 
@@ -296,7 +310,7 @@ def served_at(
     streams: int, pair: Pairing, policies: list[str], costs: list[Costs], texts: list[Prompt]
 ) -> dict[str, Any]:
     table = loops.closed_loops(
-        pair, policies, next(iter(costs), None), texts, [streams], NEW, TURNS
+        pair, policies, next(iter(costs), None), texts, [streams], SERVED, TURNS
     )
     return {"rates": served.rates(table).to_dict("records")}
 

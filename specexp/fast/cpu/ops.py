@@ -313,7 +313,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (outputs, inputs), rows = weight.shape, x.numel() // max(1, weight.shape[1])
     run = of_dtype("product", x)
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if run is None or learns or not 0 < rows <= FEW:
+    if run is None or learns or not 0 < rows <= FEW or x.shape[-1] != inputs:
+        return NotImplemented
+    if bias is not None and bias.shape != (outputs,):
         return NotImplemented
     x = x.contiguous()
     if not packed(x.dtype, x, weight, *([] if bias is None else [bias])):
@@ -341,11 +343,14 @@ def convolution(
     (b, C, n), window = x.shape, self.window
     if run is None or window is None or activation not in (None, "silu") or C < 16:
         return NotImplemented
-    kept = self.buffers["conv", 0]
+    kept, taps = self.buffers["conv", 0], weight.shape[-1]
+    fit = weight.shape == (C, taps) and kept.shape[1:] == (C,) and len(window.after) == b * n
+    if not fit or taps > window.back or (bias is not None and bias.shape != (C,)):
+        return NotImplemented
     if not packed(x.dtype, kept, weight, *([] if bias is None else [bias])) or x.stride(1) != 1:
         return NotImplemented
     y = torch.empty(b, n, C, dtype=x.dtype)
-    shape = b, n, C, weight.shape[1], window.back, x.stride(0), x.stride(2), activation == "silu"
+    shape = b, n, C, taps, window.back, x.stride(0), x.stride(2), activation == "silu"
     run(*shape, window.after, window.columns, x, weight, 0 if bias is None else bias, kept, y)
     return y.transpose(1, 2)
 
@@ -363,6 +368,11 @@ def scan(
     if not floats(*given, *kept, state):
         return NotImplemented
     (b, n, H, V), (G, K) = v.shape, k.shape[2:]
+    fit = q.shape == k.shape == (b, n, G, K) and g.shape[:3] == (b, n, H) and not H % G
+    fit &= all(x.shape[1:] == one.shape[2:] for x, one in zip(kept, (k, g, v), strict=True))
+    fit &= (len(state), len(window.after)) == (b, b * n)
+    if not fit or (beta is not None and beta.shape != (b, n, H)):
+        return NotImplemented
     shape = b, n, window.size, FIRST + window.rows.start * window.size, window.folds, G, H, K, V
     how = g.shape[3], self.turned, torch.get_num_threads()
     seen = window.paths.seen.contiguous(), window.paths.place, window.own, window.after

@@ -92,10 +92,13 @@ def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     rows_apart = x.dim() == 2 and x.stride(1) == 1
     if not plain or not (rows_apart or x.is_contiguous()):
         return False
-    if not 0 < x.numel() <= FEW * x.shape[-1]:
+    if not 0 < x.numel() <= FEW * x.shape[-1] or x.shape[-1:] != weight.shape[1:]:
         return False
-    same = x.dtype in KINDS and x.dtype == weight.dtype
-    return same and (bias is None or (bias.is_contiguous() and bias.dtype == x.dtype))
+    if x.dtype not in KINDS or x.dtype != weight.dtype:
+        return False
+    if bias is None:
+        return True
+    return bias.shape == weight.shape[:1] and bias.dtype == x.dtype and bias.is_contiguous()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
