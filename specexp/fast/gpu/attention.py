@@ -19,6 +19,7 @@ from specexp.fast.fused import AttentionInfo
 from specexp.fast.gpu.launches import blocks_of, dependent_launch, power_of_2, wait_for_previous
 from specexp.fast.gpu.laws import counters, is_last, positive_or_one
 from specexp.fast.gpu.layers import KINDS
+from specexp.fast.gpu.paths import shared
 from specexp.tree import Branches
 
 FILLED = 256  # programs that keep a large GPU busy
@@ -202,15 +203,15 @@ def attention(
     splits = tile["SPLITS"]
     parts = torch.empty(B * n * H, splits, d, device=q.device) if splits > 1 else out
     stats = torch.empty(B * n * H, splits, 2, device=q.device) if splits > 1 else out
-    shared = ancestors.stride(0) if len(ancestors) > 1 else 0  # all rows may have one tree
     queries, block = H // K * n, tile["QUERIES"]
     blocks, combine_slots = blocks_of(block, queries), COMBINE_SLOTS * min(queries, block)
     attention_kernel[B * K, splits, blocks](
         q, keys, values, slots, positions, root, ancestors, q if sinks is None else sinks, out,
         parts, stats, counters(q.device, FILLED), scale * LOG2E, cap * LOG2E, n, kind.window,
         size - 1 if size < info.cache.size else S, *slots.stride(), *positions.stride(),
-        *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], root.stride(0), shared,
-        ancestors.stride(1), ancestors.shape[2], combine_slots, HEADS=K, GROUP=H // K,
+        *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], root.stride(0),
+        shared(ancestors), ancestors.stride(1), ancestors.shape[2], combine_slots, HEADS=K,
+        GROUP=H // K,
         SINKS=sinks is not None, CAPPED=cap > 0, WINDOW=kind.window > 0, TREE=visible is not None,
         **tile, **dependent_launch(q),
     )  # fmt: skip

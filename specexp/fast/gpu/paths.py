@@ -86,8 +86,7 @@ def empty_verdict(draft: Draft) -> Verdict:
 
 def tree_sizes(draft: Draft) -> dict[str, int]:
     N, D = draft.tokens.shape[1], draft.nodes.deepest + 1
-    up = power_of_2
-    return {"N": N, "D": D, "WIDE": up(N), "LEVELS": up(D)}
+    return {"N": N, "D": D, "WIDE": power_of_2(N), "LEVELS": power_of_2(D)}
 
 
 def follow(draft: Draft, sample: Tensor, first: bool = False) -> Verdict:

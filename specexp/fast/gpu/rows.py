@@ -149,10 +149,10 @@ def keep(self: Slots, rows: slice, source: Tensor, slots: Tensor) -> Any:
     last = [x.stride(-1) for x in (keys, values, source, slots)]
     if keys.shape != values.shape or n * d > 1 << 14 or last != [1] * 4:
         return NotImplemented
-    up = power_of_2
     keep_kernel[B, H](
         keys, values, source, slots, n, d, *keys.stride()[:3], *values.stride()[:3],
-        source.stride(0), slots.stride(0), PLACES=up(n), WIDE=up(d), num_warps=4,
+        source.stride(0), slots.stride(0), PLACES=power_of_2(n), WIDE=power_of_2(d),
+        num_warps=4,
     )  # fmt: skip
     return None
 
