@@ -69,7 +69,7 @@ NEW, SERVED = 48, 192  # tokens of a text; of one that is served, among which pr
 FEW = 3  # texts of a pair of which transformers writes a token in 30 ms
 DAMP = 0.045  # of deeper layers: the first 4 of 32 then draft about 4 of 5 tokens right
 BATCHES = (1, 8, 32, 128, 256)
-STREAMS, GAMMAS, TURNS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (2, 5), 3
+STREAMS, GAMMAS, TURNS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (2, 5), 5
 PASSES = [(B, n, S) for B in (1, 8, 32) for n in (1, 6) for S in (256, 4096)]
 
 
