@@ -2,18 +2,21 @@
 
 import os
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from specexp.errors import first_line
-from specexp.fast.recordings import Recordings, Refused
-from specexp.models.lm import LM
+from specexp.fast.recordings import Recordings, Refused, memory_of
+from specexp.models.cache import SlotCache
+from specexp.models.lm import LM, fill
 from specexp.ops import kernel
 from specexp.recording import Recorder, Reports, recorder_for
+from specexp.sequences import Sequences
 
 T = TypeVar("T")
 
@@ -80,6 +83,43 @@ def on(device: torch.device) -> Recordings | None:
 def graphs_for(target: LM) -> Recorder:
     """CUDA graphs, unless SPECEXP_GRAPHS is off."""
     return on(target.device) or NotImplemented
+
+
+FILLED = 512  # tokens of a pass, from which on it takes a device longer than its launches the host
+_fills: WeakKeyDictionary[SlotCache, Recordings] = WeakKeyDictionary()
+_refused: WeakSet[Any] = WeakSet()  # modules whose passes cannot be captured
+
+
+@kernel(fill, "cuda")
+def replayed_fill(
+    lm: LM, seqs: Sequences, span: range, from_root: bool, taps: tuple[int, ...] = ()
+) -> Tensor | None:
+    """Prefill, captured: its passes are padded on the right to a few sizes. Not in every row of a
+    server, which are many, but in the last (`EngineRows.desk`)."""
+    B, n = len(seqs.tokens), padded(len(span))
+    assert lm.cache is not None
+    one_of_many = 0 < seqs.first < lm.cache.batch - 1
+    if one_of_many or n * B > FILLED or lm.net.parts or lm.module in _refused:
+        return NotImplemented
+    if (fresh := on(lm.device)) is None:
+        return NotImplemented
+    graphs = _fills.setdefault(lm.cache, fresh)
+    graphs.warm, graphs.whose = 1, f"prompts that {lm.name} reads"
+
+    def run(at: Tensor, length: Tensor) -> Tensor | None:
+        return lm.fill_at(replace(seqs, length=length), at, from_root, taps)
+
+    at = torch.arange(span.start, span.start + n, device=lm.device)[None]
+    key = lm.net, seqs.address, n, from_root, taps
+    hidden = graphs.run("fill", key, run, at, seqs.length, held=memory_of(seqs))
+    if graphs.refused:
+        _refused.add(lm.module)
+    return None if hidden is None else hidden[:, : len(span)].clone()
+
+
+def padded(tokens: int) -> int:
+    """Tokens of the pass in which so many are read: 16, 32, 64, 128, 192, 256, ..."""
+    return max(16, 1 << (tokens - 1).bit_length()) if tokens <= 64 else -(-tokens // 64) * 64
 
 
 def capture(fn: Callable[[], T], device: torch.device) -> Callable[[], T]:

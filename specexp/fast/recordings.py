@@ -50,10 +50,11 @@ class Replay:
 
 
 class Recordings(Recorder):
-    """The recordings of one engine, each under its kind (a stage) and a key: all it depends on."""
+    """The recordings of one engine, each under its kind (a stage) and a key: all it depends on.
+    whose: what they are of, in words."""
 
-    def __init__(self, tape: CpuTape | CudaTape) -> None:
-        self.tape, self.warm, self.ahead = tape, tape.warm, tape.ahead
+    def __init__(self, tape: CpuTape | CudaTape, whose: str = "this engine") -> None:
+        self.tape, self.warm, self.ahead, self.whose = tape, tape.warm, tape.ahead, whose
         self.replays: dict[tuple[Hashable, Hashable], Replay] = {}
         self.latest: tuple[Any, Replay] = None, Replay()  # its kind and key, and it
         self.refused = False  # a recording failed, and none is tried again
@@ -64,7 +65,7 @@ class Recordings(Recorder):
         if not engine.recorded_whole:
             return super().start(engine, seqs, tree, hold)
         key = _key(engine, seqs, tree)
-        report = self.run("round", key, lambda: engine.round(seqs, tree), held=_memory(seqs))
+        report = self.run("round", key, lambda: engine.round(seqs, tree), held=memory_of(seqs))
         wait, replay = _fetch(report), self.latest[1]
 
         def reports() -> Reports:
@@ -80,7 +81,7 @@ class Recordings(Recorder):
         if stage == "draft" and not engine.drafter.on_host:
             seqs, tree = args
             key = _key(engine, seqs, tree)
-            draft: Any = self.run(stage, key, lambda: run(seqs, tree), held=_memory(seqs))
+            draft: Any = self.run(stage, key, lambda: run(seqs, tree), held=memory_of(seqs))
             return cast(T, replace(draft))  # without what was cached of an earlier round's
         if stage == "verify":
             seqs, draft = args
@@ -91,7 +92,7 @@ class Recordings(Recorder):
 
             inputs = draft.tokens, draft.nodes.depth, draft.nodes.ancestors
             shape = draft.nodes.is_chain, *(x.shape for x in inputs)
-            return self.run(stage, _key(engine, seqs, shape), verify, *inputs, held=_memory(seqs))
+            return self.run(stage, _key(engine, seqs, shape), verify, *inputs, held=memory_of(seqs))
         return run(*args)
 
     def run(
@@ -122,7 +123,7 @@ class Recordings(Recorder):
             replay.run, result = self.tape.record(lambda: fn(*places), kind)
         except Refused as e:
             self.refused = True
-            log.warning("CUDA graphs are off for this engine, which makes it slower: %s", e)
+            log.warning("CUDA graphs are off for %s, which makes it slower: %s", self.whose, e)
             return fn(*inputs)
         replay.refused = replay.run is None
         if replay.run is not None:
@@ -152,7 +153,7 @@ def _key(engine: Engine, seqs: Sequences, of: Hashable) -> Hashable:
     return of, seqs.address, torch.get_num_threads(), *parts, engine.drafter.shaped_by, *caches
 
 
-def _memory(seqs: Sequences) -> tuple[Tensor | None, ...]:
+def memory_of(seqs: Sequences) -> tuple[Tensor | None, ...]:
     """The tensors of `seqs` that a recorded round reads and writes."""
     return seqs.tokens, seqs.length, seqs.limit, seqs.stream, seqs.eos, seqs.budget
 

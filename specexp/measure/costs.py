@@ -29,6 +29,7 @@ FULL = 8  # a batch of n < FULL is timed FULL // n times as often: short passes 
 BLOCK = 8  # rounds timed at one draft length before the next length takes its turn
 LEAD = 4  # untimed rounds before a block, until the CPU's caches hold what such rounds use; before
 # plain steps there are CALM, since a drafter's weights leave the caches slowly
+LEAD_READS = 2  # untimed prefills of a length: the second may be captured
 
 Times: TypeAlias = dict[Any, list[tuple[float, float]]]
 
@@ -111,10 +112,11 @@ def measure(
         for setting in tqdm(settings[::direction], desc="costs", unit="setting", delay=1):
             visit(*setting, times, direction)
         engine.rows.allocate(1, contexts[-1])
-        for repeat in range(times + 1):
+        for repeat in range(times + LEAD_READS):
             for n in lengths[:: direction * (-1) ** repeat]:
-                seconds = _prefill(engine, rows(1, n + 1, contexts[-1]))
-                reads[n] += [seconds] if repeat else []
+                seqs = engine.rows.enter(rows(1, n + 1, contexts[-1]))
+                seconds = _prefill(engine, seqs)
+                reads[n] += [seconds] if repeat >= LEAD_READS else []
     shape = len(batches), len(gammas), len(contexts)
     draft, whole = _quartiles(rounds, *shape)
     disturbed = (whole - draft < theory.LEAST * whole[:, :1]).any(1)

@@ -289,8 +289,7 @@ class LM:
             return self._read([start] * B, seqs, stop, taps)
         hidden = []
         for first in range(start, stop, PREFILL):
-            at = torch.arange(first, min(first + PREFILL, stop), device=self.device)
-            states = self._fill(seqs, at.expand(B, -1), taps)
+            states = fill(self, seqs, range(first, min(first + PREFILL, stop)), False, taps)
             hidden += [] if states is None else [states]
         return torch.cat(hidden, 1) if hidden else None
 
@@ -303,8 +302,18 @@ class LM:
             self._read(covered, seqs, seqs.tokens.shape[1])
             return
         for first in range(-count, 0, PREFILL):
-            back = torch.arange(first, min(first + PREFILL, 0), device=self.device)
-            self._fill(seqs, seqs.places(back[None]))
+            fill(self, seqs, range(first, min(first + PREFILL, 0)), True)
+
+    def fill_at(
+        self, seqs: Sequences, at: Tensor, from_root: bool, taps: tuple[int, ...]
+    ) -> Tensor | None:
+        """A pass without logits over the tokens in the slots `at` [1, n], which are counted from
+        each row's root if `from_root`; past the root all is padding. Returns the tapped states
+        [B, n, taps*E], or None."""
+        slots = seqs.places(at) if from_root else at.expand(len(seqs.tokens), -1)
+        slots = slots.clamp(max=seqs.tokens.shape[1] - 1)
+        tokens = until(seqs.drafting(seqs.read(slots), 0), slots, seqs.length - 1)
+        return self.feed(seqs, tokens, slots, slots, None, taps, 0, True).hidden
 
     def follow(self, seqs: Sequences, count: int) -> Tensor:
         """Feed each row's last `count` tokens, root included, in rows that may draft; logits
@@ -388,10 +397,14 @@ class LM:
                 hidden.append(torch.cat([*tapped, none], 1))
         return torch.cat(hidden) if taps else None
 
-    def _fill(self, seqs: Sequences, slots: Tensor, taps: tuple[int, ...] = ()) -> Tensor | None:
-        """A pass without logits over the tokens at slots [B, n]; returns the tapped states."""
-        tokens = until(seqs.drafting(seqs.read(slots), 0), slots, seqs.length - 1)
-        return self.feed(seqs, tokens, slots, slots, None, taps, 0, True).hidden
+
+@op
+def fill(
+    lm: LM, seqs: Sequences, span: range, from_root: bool, taps: tuple[int, ...] = ()
+) -> Tensor | None:
+    """`LM.fill_at` of a span of slots."""
+    at = torch.arange(span.start, span.stop, device=lm.device)[None]
+    return lm.fill_at(seqs, at, from_root, taps)
 
 
 def note_emptied(fault: Tensor, logits: Tensor, verdict: Verdict, emitted: Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 from specexp.drafters import warn_of_short_context
 from specexp.engine import Engine
 from specexp.errors import UserError, first_line, ran_out
+from specexp.models.lm import LM
 from specexp.sequences import Sequences, token_ids
 from specexp.trace import Step
 from specexp.tree import Tree
@@ -78,7 +79,8 @@ def passes() -> Iterator[None]:
 class EngineRows:
     """Rows of `slots` slots each; fewer than `count` where those do not fit in memory. `slack`:
     slots kept free behind a sequence for a draft; `timer`: their clock, which stands still until
-    it is entered. Raises UserError when not one row fits."""
+    it is entered; `desk`: a further row in which prompts are read where prefill is captured, for
+    one row's captures serve no other (0: there is none). Raises UserError when not one row fits."""
 
     def __init__(self, engine: Engine, count: int, slots: int, slack: int) -> None:
         self.engine, self.slots, self.slack = engine, slots, slack
@@ -89,6 +91,8 @@ class EngineRows:
         self.context, self.drafter_context = engine.target.context, engine.drafter.context
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
+        self.desk = self.count * _needs_desk(engine, self.count)
+        self._at_desk = -1, 0  # the row whose prompt is read there, and how much of it has been
         engine.rows.clear(0)  # in which `_allocated` has run a pass
 
     @property
@@ -115,7 +119,14 @@ class EngineRows:
     @passes()
     def prefill(self, row: int, start: int, stop: int) -> None:
         """The target's prefill of the tokens start..stop-1 of a row."""
-        seqs = self._window(row, 1, stop)
+        if self.desk and not start and self._at_desk[0] < 0:
+            self._copy_text(row)
+            self.engine.target.forget(self.desk)
+            self._at_desk = row, 0
+        if self._at_desk[0] == row:
+            seqs, self._at_desk = self._of_desk(stop), (row, stop)
+        else:
+            seqs = self._window(row, 1, stop)
         hidden = self.engine.target.prefill(seqs, start, stop, self.engine.drafter.taps)
         if hidden is not None:
             self._hidden[row].append(hidden)
@@ -124,6 +135,9 @@ class EngineRows:
     def end_prefill(self, row: int, limit: int) -> None:
         """From now on a row is decoded, up to `limit` tokens in all."""
         self.seqs.limit[row] = limit
+        if self._at_desk[0] == row:
+            self._move_from_desk(self.engine.target, row, self._at_desk[1])
+            self._at_desk = -1, 0
         hidden = torch.cat(self._hidden[row], 1) if self._hidden[row] else None
         self.engine.drafter.prefill(self._window(row, 1, limit), hidden)
         del self._hidden[row]
@@ -131,9 +145,15 @@ class EngineRows:
     @passes()
     def catch_up_row(self, row: int, start: int, stop: int) -> None:
         """The drafter's prefill of the tokens start..stop-1 of a row."""
-        seqs = self._window(row, 1, stop + 1)
+        drafter = self.engine.drafter
+        at_desk = self.desk and not start and self._at_desk[0] < 0 and not drafter.state
+        if at_desk:
+            self._copy_text(row)
+        seqs = self._of_desk(stop + 1) if at_desk else self._window(row, 1, stop + 1)
         until = replace(seqs, length=torch.full_like(seqs.length, stop + 1))
-        self.engine.drafter.catch_up(until, stop - start)
+        drafter.catch_up(until, stop - start)
+        for lm in drafter.models if at_desk else ():
+            self._move_from_desk(lm, row, stop)
 
     @passes()
     def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None:
@@ -196,10 +216,28 @@ class EngineRows:
             self._windows[*at, ragged] = replace(self.seqs.window(*at), budget=budget)
         return self._windows[*at, ragged]
 
+    def _of_desk(self, need: int) -> Sequences:
+        """The desk, with one of few numbers of slots."""
+        slots = 1 << (need + self.slack - 1).bit_length()
+        return self._window(self.desk, 1, slots - self.slack)
+
+    def _copy_text(self, row: int) -> None:
+        """Copy a row's tokens and what is known of them to the desk."""
+        for part in (self.seqs.tokens, self.seqs.length, self.seqs.limit, self.seqs.stream):
+            part[self.desk] = part[row]
+
+    def _move_from_desk(self, lm: LM, row: int, slots: int) -> None:
+        """Copy what a model has read there to a row."""
+        assert lm.cache is not None
+        lm.cache.copy(self.desk, row, slots)
+        lm.fault[row] = lm.fault[self.desk]
+
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Move a sequence of `length` tokens to a free row."""
         self.engine.rows.move(source, target, length)
+        if self._at_desk[0] == source:
+            self._at_desk = target, self._at_desk[1]
         if source in self._hidden:
             self._hidden[target] = self._hidden.pop(source)
 
@@ -208,11 +246,19 @@ class EngineRows:
         """Free a row; `broken`: clear it of NaN and infinities, too."""
         self.engine.rows.leave(row)
         self._hidden.pop(row, None)
-        if broken:
-            self.engine.rows.clear(row)
+        if self._at_desk[0] == row:
+            self._at_desk = -1, 0
+        for spoilt in {row, self.desk or row} if broken else ():
+            self.engine.rows.clear(spoilt)
 
     def text(self, row: int, start: int, stop: int) -> list[int]:
         return [int(t) for t in self.seqs.tokens[row, start:stop].tolist()]
+
+
+def _needs_desk(engine: Engine, rows: int) -> bool:
+    """See `EngineRows.desk`. What layers with states read is not captured."""
+    parts = any(lm.net.parts for lm in engine.models)
+    return bool(rows > 1 and engine.recorder.ahead and not parts)
 
 
 def _allocated(engine: Engine, rows: int, slots: int, slack: int) -> int:
@@ -222,7 +268,7 @@ def _allocated(engine: Engine, rows: int, slots: int, slack: int) -> int:
     while True:
         try:
             with passes():
-                engine.rows.reserve(rows, slots, engine.eos, slack)
+                engine.rows.reserve(rows + _needs_desk(engine, rows), slots, engine.eos, slack)
                 engine.target.prefill(text, 0, 1)
                 engine.drafter.catch_up(text, 1)
             return rows

@@ -542,7 +542,7 @@ MUTANTS = [
            {"tokens < 0": "tokens < -1"}, "keys_in_rings"),
     Mutant("place of padding that is seen", SlotCache, "held",
            {"place < size - 1": "place < size"}, "keys_in_rings"),
-    Mutant("tokens past the end of a shorter row kept", LM, "_fill",
+    Mutant("tokens past the end of a shorter row kept", LM, "fill_at",
            {"seqs.length - 1": "seqs.length + 999"}, "texts_in_windows"),
     Mutant("accepted path moved to its slots in a ring", SlotCache, "place",
            {"slots % (size - 1)": "slots.clamp(max=size - 1)"}, "texts_in_windows"),

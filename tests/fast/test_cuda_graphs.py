@@ -10,8 +10,8 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from conftest import also, in_turn, on_every_device, one_in
-from support.tape import Tape, operations, taped, untaped
-from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, draft_module, engine, module
+from support.tape import Counted, Tape, operations, taped, untaped
+from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, draft_module, engine, expected, module
 
 from specexp.drafters import Drafter
 from specexp.drafters.model import DraftModel
@@ -22,7 +22,9 @@ from specexp.fast import cuda_graphs
 from specexp.fast.cuda_graphs import CudaTape
 from specexp.fast.recordings import MAX_RECORDINGS, Recordings, Refused
 from specexp.measure.exactness import certify, compare
+from specexp.models.lm import fill
 from specexp.models.load import of_module
+from specexp.ops import OPS, fast
 from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
@@ -101,6 +103,62 @@ def test_rounds_of_several_trees_are_a_graph_each(kind, device):
         made.policy = Turns(3, 1, 0, 2)
     assert told(one.generate(PROMPTS, 60)) == told(other.generate(PROMPTS, 60))
     assert len(one.recorder.tape.recorded) >= (1 if kind == "null" else 4)
+
+
+# prompts
+
+
+@pytest.fixture
+def reading(monkeypatch):
+    """The graphs in which prompts are read, on a CPU as well; those of the last engine."""
+    graphs, real = [], cuda_graphs.on
+    monkeypatch.setitem(OPS[fill].kernels, "cpu", (cuda_graphs.replayed_fill, fast))
+
+    def on(device):
+        recordings = real(device)
+        graphs.append(Recordings(Counted(recordings.tape if recordings else Tape())))
+        return graphs[-1]
+
+    monkeypatch.setattr(cuda_graphs, "on", on)
+    OPS[fill].chosen.clear()
+    yield graphs
+    OPS[fill].chosen.clear()
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [("model", "llama"), ("eagle3", "llama"), ("early_exit", "llama"), ("crossed", "llama"),
+     ("ngram", "gemma3"), ("suffix", "gpt2")],
+)  # fmt: skip
+def test_prompts_are_read_in_graphs(kind, family, device, reading, monkeypatch):
+    """Other prompts, and others of other lengths, replay what was captured for the first."""
+    asked = {"family": family, "temperature": 0.9, "dtype": torch.float32, "device": device}
+    one, other = (taped(engine(kind, "chain", "match", **asked)) for _ in range(2))
+    texts = [PROMPTS, PROMPTS[1:], [[3] * 20] * 3, PROMPTS[::-1], [p[:3] for p in PROMPTS]] * 2
+    replayed = [one.generate(prompts, NEW).tokens for prompts in texts]
+    counts = [graphs.tape for graphs in reading if graphs.replays]
+    assert {kind for count in counts for kind in count.recorded} == {"fill"}
+    assert sum(count.replays for count in counts) >= 4
+    monkeypatch.setattr(cuda_graphs, "on", lambda _: None)
+    assert replayed == [other.generate(prompts, NEW).tokens for prompts in texts]
+
+
+def test_what_cannot_read_prompts_in_graphs_says_so_once(reading, monkeypatch, caplog):
+    def refuses(*_):
+        raise Refused("this is not permitted")
+
+    monkeypatch.setattr(Tape, "record", refuses)
+    made = engine("null")
+    assert [made.generate(PROMPTS, NEW).tokens for _ in range(4)] == [expected("llama")] * 4
+    [line] = [r.message for r in caplog.records if "graphs" in r.message]
+    assert line.startswith("CUDA graphs are off for prompts that target reads")
+
+
+def test_passes_of_prompts_have_few_sizes():
+    assert [cuda_graphs.padded(n) for n in (1, 16, 17, 64, 65, 300, 512)] == [
+        16, 16, 32, 64, 128, 320, 512,
+    ]  # fmt: skip
 
 
 # while the host reads
@@ -428,8 +486,9 @@ def test_nothing_that_is_no_number_stays_in_the_seats(culprit):
 @on_every_device
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("kind", MIXED)
-def test_served_texts_are_the_texts(kind, ragged, device):
-    """Rounds cover free rows, too; texts join, leave and move; rows draft alike or by budgets."""
+def test_served_texts_are_the_texts(kind, ragged, device, reading):
+    """Rounds cover free rows, too; texts join, leave and move; rows draft alike or by budgets.
+    Prompts are read in a row of their own, where that is captured."""
     asked = {"temperature": 0.9, "dtype": torch.float32}
     made = taped(engine(kind, "chain", "match", device=device, **asked))
     bank = EngineRows(made, count=6, slots=64, slack=5)
@@ -440,6 +499,8 @@ def test_served_texts_are_the_texts(kind, ragged, device):
     plain = engine("null", "empty", **asked)
     assert compare(plain, PROMPTS * 2, texts, NEW, range(10)).bugs == 0
     assert made.recorder.tape.replays > 0
+    assert sum(graphs.tape.replays for graphs in reading) > 5
+    assert {first for graphs in reading for (_, (_, (first, *_), *_)) in graphs.replays} <= {0, 6}
 
 
 def test_rounds_cover_known_sizes_where_rows_are_free():

@@ -43,7 +43,7 @@ from specexp.models import memory
 from specexp.models.lm import LM
 from specexp.models.load import of_module, weight_bytes
 from specexp.names import read_target
-from specexp.serving.cost_table import Costs
+from specexp.serving.cost_table import AXES, Costs
 from specexp.zoo import files, shelf, twins
 from specexp.zoo.heads import train_heads
 
@@ -66,6 +66,7 @@ GEMMA_3_4B = {
     "max_position_embeddings": 8192,
 }  # fmt: skip
 NEW, SERVED = 48, 192  # tokens of a text; of one that is served, among which prefill is less
+REQUESTS = 4  # that are served in a turn, beyond one for each stream
 FEW = 3  # texts of a pair of which transformers writes a token in 30 ms
 DAMP = 0.045  # of deeper layers: the first 4 of 32 then draft about 4 of 5 tokens right
 BATCHES = (1, 8, 32, 128, 256)
@@ -298,7 +299,9 @@ def sweep(rows: Rows, device: torch.device) -> None:
 
     def priced() -> dict[str, Any]:
         costs.append(break_even.profile(pair))
-        return {}
+        return {name: getattr(costs[0], name) for name in ("batches", "tokens", "lengths")} | {
+            name: getattr(costs[0], name).round(7).tolist() for name in AXES
+        }
 
     rows.add("cost table", priced)
     policies = ["plain", "always:4", *("goodput" for _ in costs)]
@@ -310,8 +313,9 @@ def served_at(
     streams: int, pair: Pairing, policies: list[str], costs: list[Costs], texts: list[Prompt]
 ) -> dict[str, Any]:
     table = loops.closed_loops(
-        pair, policies, next(iter(costs), None), texts, [streams], SERVED, TURNS
-    )
+        pair, policies, next(iter(costs), None), texts, [streams], SERVED, TURNS,
+        lambda streams: SERVED * (REQUESTS + streams),
+    )  # fmt: skip
     return {"rates": served.rates(table).to_dict("records")}
 
 

@@ -7,7 +7,7 @@ open traffic. Confidence intervals are over turns, paired between policies.
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -123,13 +123,15 @@ def in_turn(names: Collection[str], number: int) -> list[str]:
 def closed_loops(
     pairing: Pairing, names: Sequence[str], costs: Costs | None, prompts: Sequence[Prompt],
     concurrency: Sequence[int], max_new_tokens: int, turns: int = 12,
+    tokens_of: Callable[[int], int] = lambda streams: 256 + 20 * streams,
 ) -> pd.DataFrame:  # fmt: skip
-    """`closed_loop` at every number of streams, `turns` turns each. One row a load (number of
-    streams), policy and turn: load, and the columns of `closed_loop`. Raises UserError."""
+    """`closed_loop` at every number of streams, `turns` turns of `tokens_of` it tokens each. One
+    row a load (number of streams), policy and turn: load, and the columns of `closed_loop`. Raises
+    UserError."""
     parts = []
     with tqdm(total=len(concurrency), desc="closed loops", unit="load") as bar:
         for c in concurrency:
-            tokens = 256 + 20 * c
+            tokens = tokens_of(c)
             count = 2 * c + -(-(turns + LEARNING) * tokens // max_new_tokens)
             offered = staggered(requests(pairing, prompts, count, max_new_tokens), c)
             part, _ = closed_loop(pairing, names, costs, offered, c, tokens, turns)
