@@ -37,12 +37,15 @@ class Stream(NamedTuple):
 class Load(NamedTuple):
     """The load when a round begins. rows: rows in the pass; context: slots that it reads; waiting:
     requests in the queue; streams: the state of each row, None for a free one. Without `streams`
-    all rows are alike, and a plan has no budgets."""
+    all rows are alike, and a plan has no budgets. read, read_s: tokens of each pass in which the
+    drafter caught up before the round, and their seconds, as is known when a policy learns."""
 
     rows: int
     context: int
     waiting: int = 0
     streams: tuple[Stream | None, ...] = ()
+    read: tuple[int, ...] = ()
+    read_s: float = 0.0
 
 
 class Policy(Protocol):
@@ -73,11 +76,11 @@ class Policy(Protocol):
         """Learn the outcome of a round; a policy that subclasses this one need not.
 
         Args:
-            load: What `choose` was given.
+            load: What `choose` was given; and what the drafter read.
             plan: What it returned.
             steps: What every live row drafted, accepted and emitted.
-            seconds: How long the round took; None if later rounds like it will not take as long, as
-                after a warm-up (`Recorder.steady`).
+            seconds: How long the round took, without what was read before it; None if later rounds
+                like it will not take as long, as after a warm-up (`Recorder.steady`).
         """
         return
 

@@ -85,7 +85,9 @@ def graphs_for(target: LM) -> Recorder:
     return on(target.device) or NotImplemented
 
 
-FILLED = 512  # tokens of a pass, from which on it takes a device longer than its launches the host
+# A pass is captured while its launches may take the host longer than it takes the device: up to
+# so many multiplications, and so many tokens, which keep what a capture holds small.
+WORK, MOST = 1 << 42, 8192
 _fills: WeakKeyDictionary[SlotCache, Recordings] = WeakKeyDictionary()
 _refused: WeakSet[Any] = WeakSet()  # modules whose passes cannot be captured
 
@@ -99,7 +101,8 @@ def replayed_fill(
     B, n = len(seqs.tokens), padded(len(span))
     assert lm.cache is not None
     one_of_many = 0 < seqs.first < lm.cache.batch - 1
-    if one_of_many or n * B > FILLED or lm.net.parts or lm.module in _refused:
+    large = n * B > min(MOST, WORK // lm.parameters)
+    if one_of_many or large or lm.net.parts or lm.module in _refused:
         return NotImplemented
     if (fresh := on(lm.device)) is None:
         return NotImplemented

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import signature
 from typing import Any, Protocol
 
@@ -216,7 +217,7 @@ class LM:
         drafted = torch.tensor([[*text[len(text) - n + 1 :]]], dtype=torch.int64, device=device)
         return self.process(seqs.draft(Tree.chain(n - 1).nodes(device), drafted), logits[None])[0]
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.module.parameters())
 

@@ -27,7 +27,6 @@ from specexp.tree import Tree
 
 PastRound: TypeAlias = tuple[Load, Plan, Sequence[Step], float | None]  # see `Policy.learn`
 GAMMAS = (1, 2, 3, 5)
-LONG = 32  # tokens of catch-up in a round, from which on its time says little about drafting
 
 
 class Goodput:
@@ -217,11 +216,13 @@ class Prices:
     The table was measured on a calm machine; how much longer rounds take now is learned for each
     draft length, apart for 1, 2, 3-4, 5-8, ... rows (`Slowdown`). A drafter that reads prompts must
     catch up before it drafts: with each request as it arrives, and with what it lacks of a row,
-    which is spread over the rounds that it will serve.
+    which is spread over the rounds that it will serve. How much longer that takes is learned, too:
+    among many requests it decides whether drafts pay.
     """
 
     horizon = 32  # rounds over which catching up is spread
     calm = CALM  # plain rounds after a draft that are not timed: its weights fill the caches
+    readings = 4  # of as many tokens as a short prompt has, that count as priced right at first
     memory = 64.0  # rounds without a request before the first, or it would seem a flood
 
     def __init__(self, costs: Costs, deepest: int) -> None:
@@ -229,8 +230,9 @@ class Prices:
         self.slowdowns: dict[int, Slowdown] = {}  # by size class
         self.plain_rounds = self.calm  # since the last round that drafted
         # requests that arrived, the tokens of them that the drafter had not read, and the rounds
-        # counted; all three fade
+        # counted; seconds of catching up by the clock and by the table; all of them fade
         self.arrived, self.lacked, self.rounds = 0.0, 0.0, self.memory
+        self.read_s = self.priced_s = 0.0
 
     def seconds(
         self, load: Load, gammas: Sequence[int], filled: float, drafts: bool
@@ -252,9 +254,16 @@ class Prices:
         for gamma in gammas:
             least = self.costs.round_s(rows, gamma, load.context, 0)
             most = self.costs.round_s(rows, gamma, load.context)
-            predicted = least + verified * (most - least) + (catch_up if gamma else 0.0)
-            seconds.append(slowdown.factor(gamma) * predicted)
+            factor, predicted = slowdown.factor(gamma), least + verified * (most - least)
+            reading = self.dear(factor) * catch_up if gamma else 0.0
+            seconds.append(factor * predicted + reading)
         return seconds
+
+    def dear(self, usual: float) -> float:
+        """Measured over predicted time of catching up; `usual` as long as little was read."""
+        prior = self.readings * self.costs.catch_up_s(64)
+        whole = self.priced_s + prior
+        return (self.read_s + usual * prior) / whole if whole else usual
 
     def slowdown(self, load: Load) -> Slowdown:
         """The slowdown of rounds of this load's size class."""
@@ -274,28 +283,27 @@ class Prices:
         """Compare the times of rounds with the cost table, and count the requests that arrived."""
         ratios = defaultdict[tuple[int, int], list[float]](list)  # measured over predicted time
         for load, plan, steps, seconds in rounds:
-            gamma, behind = plan.tree.depth, 0
-            self.plain_rounds = 0 if gamma else self.plain_rounds + 1
-            for row, stream in enumerate(load.streams):
-                if stream and (lacks := stream.behind):
-                    if not stream.rounds:
-                        self.arrived, self.lacked = self.arrived + 1, self.lacked + lacks
-                    if plan.depth(row):
-                        behind += lacks
-            calm = gamma or self.plain_rounds > self.calm
-            if calm and behind < LONG and seconds is not None:
+            gamma = plan.tree.depth
+            self.plain_rounds = 0 if gamma or load.read else self.plain_rounds + 1
+            for stream in load.streams:
+                if stream and stream.behind and not stream.rounds:
+                    self.arrived, self.lacked = self.arrived + 1, self.lacked + stream.behind
+            priced = sum(map(self.costs.catch_up_s, load.read))
+            self.read_s += min(load.read_s, 4 * self.dear(1.0) * priced)  # more is no reading
+            self.priced_s += priced
+            if (gamma or self.plain_rounds > self.calm) and seconds is not None:
                 rows = self._rows(load)
                 drafted = sum([s.drafted for s in steps]) if self.costs.packs else gamma * rows
                 predicted = self.costs.round_s(rows, gamma, load.context, drafted)
-                predicted += self.costs.catch_up_s(behind) if behind else 0.0
                 ratios[size_class(rows), gamma].append(seconds / predicted)
         for (size, gamma), each in ratios.items():
             self.of_size(size).observe(gamma, median(each), len(each))
         self.rounds += len(rounds)
 
     def forget(self, share: float) -> None:
-        """Let the counts of requests fade to this share."""
+        """Let the counts of requests and of what was read fade to this share."""
         self.arrived, self.lacked = share * self.arrived, share * self.lacked
+        self.read_s, self.priced_s = share * self.read_s, share * self.priced_s
         self.rounds *= share
 
     def _rows(self, load: Load) -> int:

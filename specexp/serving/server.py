@@ -156,12 +156,13 @@ class Server:
         load = Load(top, context, len(self.waiting), streams)
         begin = self.now
         possible = self._possible(self.policy.choose(load), load, longest)
-        plan = self._catch_up(possible, longest) if possible.tree.depth else possible
+        reading = self.now
+        plan, read = self._catch_up(possible, longest) if possible.tree.depth else (possible, ())
+        load = load._replace(read=read, read_s=self.now - reading)
         steps = self._timed(self.rows.round, plan.budget, longest, plan.tree)
         for step in steps:
             self._record_step(step, plan)
-        # a chunk that was read for later rounds is no part of a round like this
-        seconds = self.now - begin if self.rows.steady and plan is possible else None
+        seconds = self.now - begin - load.read_s if self.rows.steady else None
         self.policy.learn(load, plan, steps, seconds)
         return top, steps
 
@@ -176,18 +177,20 @@ class Server:
         )
         return _within(plan, budget)
 
-    def _catch_up(self, plan: Plan, longest: int) -> Plan:
+    def _catch_up(self, plan: Plan, longest: int) -> tuple[Plan, tuple[int, ...]]:
         """Let the drafter catch up with the rows that draft: those that it lags far behind one by
         one, a chunk in all, then the others in one pass, together with rows that are decoded and
-        lack no more. Returns the plan, without drafts for rows of which it still lacks tokens."""
-        left = max(self.chunk, NEAR)  # more than a round adds
+        lack no more. Returns the plan, without drafts for rows of which it still lacks tokens, and
+        the tokens of each pass."""
+        left, read = max(self.chunk, NEAR), list[int]()  # more than a round adds
         each = zip(self.occupied, plan.budget, strict=False)
         decoded = [(at, row, depth) for at, (row, depth) in enumerate(each) if row and depth >= 0]
         for at, row, depth in decoded:
             if depth and row.behind > NEAR and left:
                 stop = row.draft_read + min(row.behind, left)
                 self._timed(self.rows.catch_up_row, at, row.draft_read, stop)
-                left -= stop - row.draft_read
+                read.append(stop - row.draft_read)
+                left -= read[-1]
                 row.draft_read = stop
         if lacking := {at for at, row, depth in decoded if depth and row.behind > NEAR}:
             budget = (0 if at in lacking else depth for at, depth in enumerate(plan.budget))
@@ -197,9 +200,10 @@ class Server:
             near = {at: row for at, row, _ in decoded if row.behind <= lag}
             reading = tuple(1 if at in near else -1 for at in range(len(plan.budget)))
             self._timed(self.rows.catch_up, reading, longest, lag)
+            read.append(lag * len(near))
             for row in near.values():
                 row.draft_read = row.length - 1
-        return plan
+        return plan, tuple(read)
 
     def _record_step(self, step: Step, plan: Plan) -> None:
         """Note what a round did in a row, and free the row if its request has ended or failed."""

@@ -20,7 +20,7 @@ from support.simulated_loads import (
 
 from specexp.policy import Plan, Stream
 from specexp.serving.cost_table import CALM
-from specexp.serving.goodput import GAMMAS, LONG, Choice, Goodput, Slowdown
+from specexp.serving.goodput import GAMMAS, Choice, Goodput, Slowdown
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -138,13 +138,13 @@ def test_rows_in_prefill_are_not_priced(monkeypatch):
     monkeypatch.setattr(Slowdown, "observe", lambda self, *known: seen.append(known))
     policy = informed(HALF, table(packs=True, token=1e-3), interval=8)
     policy.choice.rounds = 8
-    for streams in ((Stream(behind=LONG), Stream()), (None, Stream())):
+    for streams in ((Stream(), Stream()), (None, Stream())):
         plan = policy.choose(load(2, *streams))
         assert plan.tree.depth == 1
         steps = [Step(row, 1, 1, 2) for row, stream in enumerate(streams) if stream]
         policy.learn(load(2, *streams), plan, steps, 1.0)
     policy.digest()
-    assert seen == [(1, pytest.approx(1.0 / seconds(1, 1, token=1e-3)), 1)]
+    assert seen == [(1, pytest.approx(1.0 / seconds(rows, 1, token=1e-3)), 1) for rows in (2, 1)]
 
 
 def test_slowdown_is_learned_by_size_class():

@@ -221,6 +221,24 @@ def test_reading_new_prompts_is_a_cost_of_drafting():
         assert least <= sum(gamma > 0 for gamma in late) / len(late) <= most
 
 
+@pytest.mark.parametrize(("streams", "drafts"), [(4, True), (64, False), (256, False)])
+def test_what_reading_takes_is_learned(streams, drafts):
+    """Prompts take the drafter twenty times what the table says, which only few streams repay. Of
+    256 streams it reads some prompts in every round, and others wait to be read."""
+    said = table(token=1e-5, draft=1e-4)
+    said = replace(said, about=said.about | {"reads": True})
+    truth, speeds = replace(said, catch_up=20 * said.catch_up), {}
+    ways = {"plain": Fixed(Tree.chain(0)), "drafts": Fixed(Tree.chain(3))}
+    for name, policy in (ways | {"goodput": Goodput(said)}).items():
+        server = Server(SimulatedRows(truth, alike(0.7), streams, 512, policy.widest), policy)
+        todo = [Request(range(100), 100, stream=i) for i in range(8 * streams + 40)]
+        serve(server, Source(todo, streams))
+        speeds[name] = speed(server)
+    reached = speeds.pop("goodput")
+    assert (speeds["drafts"] > speeds["plain"]) == drafts
+    assert reached > 0.85 * max(speeds.values()), (reached, speeds)
+
+
 # --- all together --------------------------------------------------------------------------------
 
 
