@@ -33,8 +33,8 @@ def likeliest(w: Tensor) -> Tensor:
 
 @op
 def ranked(w: Tensor, k: int) -> Tensor:
-    """Indices of the k largest of w [..., V], largest first, int64 [..., k]. Raises UserError if
-    k > V."""
+    """Indices of the k largest of w [..., V], largest first, int64 [..., k]; a NaN is above all. Of
+    equals kernels take the lowest index, torch any. Raises UserError if k > V."""
     if k > w.shape[-1]:
         raise UserError(f"a vocabulary of {w.shape[-1]} has no {k} likeliest tokens; use fewer")
     return likeliest(w)[..., None] if k == 1 else w.topk(k).indices
@@ -120,6 +120,7 @@ class Noise:
         """A draw from w, where the race is won."""
         return likeliest(self.race(w, keys, purpose))
 
+    @op
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
         if k == 1:
             return self.categorical(w, keys, TOKEN)[..., None]

@@ -234,10 +234,10 @@ BUGS = {
     "notes of the first row": ("tokens += down, owner += places + 1", "tokens += down, owner += 0"),
     "the place for the token": ("owner[place] = *tokens", "owner[place] = place"),
     "the first for the largest": (
-        "if (kept == most && !(w[i] > w[best[most - 1]]))",
+        "if (kept == most && !above(w[i], w[best[most - 1]]))",
         "if (kept == most)",
     ),
-    "ranked as they come": ("at && w[i] > w[best[at - 1]]", "false"),
+    "ranked as they come": ("at && above(w[i], w[best[at - 1]])", "false"),
     "a lane's noise is that of another vector's": ("uniform(at, i + t)", "uniform(at, t)"),
     "uniforms of other bits": ("* GOLDEN) & INT64_MAX", "* GOLDEN) >> 1"),
     "hashed once too little": ("return x ^ x >> 31", "return x"),

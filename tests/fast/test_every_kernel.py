@@ -60,7 +60,11 @@ def test_kernel_matches_reference(operation, kernel, how):
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    ("operation", "many"), one_in(3, itertools.product((Sampling.law, engine.judged), (1, 4096)))
+    ("operation", "many"),
+    [
+        *one_in(3, itertools.product((Sampling.law, engine.judged), (1, 4096))),
+        *((operation, 1) for operation in (ranked, Noise.draw)),
+    ],
 )
 def test_vocabulary_read_in_blocks_matches_reference(operation, many, monkeypatch):
     """Blocks of 8 tokens, of which a program takes several or one; what is not written is not
@@ -139,13 +143,24 @@ def test_votes_of_a_long_text_are_counted_one_by_one(last):
     assert found == [[[2, *reversed(last)]]] * 2
 
 
-@pytest.mark.compiler
-@pytest.mark.parametrize("size", [3, 16, 1000])
-def test_first_of_equals_is_ranked_first(size):
-    w = torch.randint(0, 5, (2, 4, size)).float()
+@pytest.mark.parametrize("odd", [0.0, -0.0, -torch.inf, torch.nan])
+@pytest.mark.parametrize("size", [3, 16, 1000, 5000])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param("cpu", marks=pytest.mark.compiler),
+        pytest.param("cuda", marks=pytest.mark.triton),
+    ],
+)
+def test_first_of_equals_is_ranked_first(kernel, size, odd):
+    """5000 are several blocks, and no number of groups; the very last may be the largest."""
+    w = torch.randint(-2, 3, (2, 4, size), generator=torch.manual_seed(0)).float()
+    w[torch.rand(w.shape) < 0.4 if size < 5000 else w == 2] = odd
+    w[0, :2, -1] = 9
     wanted = w.sort(descending=True, stable=True).indices
-    for k in (1, 3):
-        assert torch.equal(ranked(w, k), wanted[..., :k])
+    w = w.to("cuda" if kernel == "cuda" and WITH_GPU else "cpu")
+    for k in (2, 3, min(size, 16)):
+        assert torch.equal(ops.OPS[ranked].kernels[kernel][0](w, k).cpu(), wanted[..., :k])
 
 
 def decided(noise: Noise, keys: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -171,10 +171,11 @@ def likeliest(dice: Dice) -> Case:
 
 def ranked(dice: Dice) -> Case:
     """No two are equal: of equals, torch's order is not said."""
-    shape = dice.randint(1, 4), dice.randint(1, 3), dice.choice([1, 3, 16, 40])
-    w = dice.uniform_(*shape).argsort(-1).float()
+    shape = dice.randint(1, 4), dice.randint(1, 3), dice.choice([1, 3, 16, 40, 250])
+    w = dice.uniform_(*shape).argsort(-1).float() - dice.choice([0, 1, 20])
     w[w == 2] = -torch.inf
-    return Case((dice.odd(w), dice.randint(1, min(shape[-1], 9))))
+    w[w == 1] = dice.choice([1.0, torch.inf, torch.nan])
+    return Case((dice.odd(w), dice.randint(1, min(shape[-1], dice.choice([9, 9, 40])))))
 
 
 def race(dice: Dice) -> Case:
@@ -188,6 +189,13 @@ def race(dice: Dice) -> Case:
         keys = keys if dice.often() else keys.contiguous()
     w = torch.where(dice.uniform_(*keys.shape, V) < 0.2, 0, dice.uniform_(*keys.shape, V))
     return Case((noise, dice.odd(w), keys, purpose), near=ROUNDED)
+
+
+def draw(dice: Dice) -> Case:
+    """As many as have weights: of those without, torch's order is not said."""
+    noise, w, keys, _ = race(dice).args
+    few = int((w > 0).sum(-1).min().clamp(1, 9))
+    return Case((noise, w, dice.randint(1, few), keys))
 
 
 def law(dice: Dice) -> Case:
@@ -591,6 +599,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     sampling.ranked: ranked,
     Noise.race: race,
     Noise.categorical: race,
+    Noise.draw: draw,
     Sampling.law: law,
     Sequences.places: places,
     Sequences.read: read,

@@ -11,13 +11,16 @@ static void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best)
     for (; rows--; w += size) *best++ = largest(w, size);
 }
 
+// A NaN is above all.
+static inline bool above(float a, float b) { return a > b || (a != a && b == b); }
+
 // Indices of the `most` largest, largest first, the lowest index first at a tie.
 static void ranked(int64_t rows, int64_t size, int64_t most, const float *w, int64_t *best) {
     for (; rows--; w += size, best += most)
         for (int64_t i = 0, kept = 0; i < size; i++) {
-            if (kept == most && !(w[i] > w[best[most - 1]])) continue;
+            if (kept == most && !above(w[i], w[best[most - 1]])) continue;
             int64_t at = kept < most ? kept++ : most - 1;
-            for (; at && w[i] > w[best[at - 1]]; at--) best[at] = best[at - 1];
+            for (; at && above(w[i], w[best[at - 1]]); at--) best[at] = best[at - 1];
             best[at] = i;
         }
 }

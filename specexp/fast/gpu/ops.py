@@ -21,7 +21,7 @@ from specexp.fast.private import keep_triton
 from specexp.models import lm
 from specexp.models.cache import Slots, store
 from specexp.ops import kernel
-from specexp.sampling import Noise, Sampling, likeliest
+from specexp.sampling import Noise, Sampling, likeliest, ranked
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
@@ -95,8 +95,10 @@ else:
         fused.product_swiglu: products.product_swiglu,
         lm.product: products.product,
         likeliest: sampling.likeliest,
+        ranked: sampling.ranked,
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
+        Noise.draw: sampling.draw_few,
         Sampling.law: laws.law,
         rules.follow: paths.follow,
         engine.judged: gpu_rules.judged,

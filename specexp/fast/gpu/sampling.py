@@ -4,6 +4,9 @@ The noise is that of `Noise`: uniforms to the bit, arrival times to a few last p
 owns a block of a row [rows, V], so that one row keeps a GPU busy too, and puts the block's best to
 `bests` [rows, COUNT, 2]; the last one of a row to finish takes the best of these. Of equals the
 lowest token wins, as in the references. Those write noise for all tokens; here none is written.
+
+The K largest lie in the K groups of tokens whose own largest are the largest. So of each group only
+that is written, and the last program of a row reads the tokens of K groups again.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp import sampling
-from specexp.fast.gpu.launches import blocks_of, wait_for_previous
+from specexp.fast.gpu.launches import blocks_of, power_of_2, wait_for_previous
 from specexp.fast.gpu.laws import (
     BITS,
     BLOCK,
@@ -26,8 +29,11 @@ from specexp.fast.gpu.laws import (
     logit_scale,
     weight,
 )
-from specexp.sampling import Noise, Sampling
+from specexp.sampling import TOKEN, Noise, Sampling
 
+GROUP = 128  # tokens
+MOST = 32  # tokens that one program ranks
+NONE = tl.constexpr(-0x80000000)  # is below every `order`
 GOLDEN, M1, M2 = (tl.constexpr(x) for x in (sampling._GOLDEN, sampling._M1, sampling._M2))
 
 
@@ -105,6 +111,13 @@ def best_put(bests, blocks, ROOM: tl.constexpr):
 
 
 @triton.jit
+def order(x):
+    """float32 x as int32 in the same order; a NaN is above all."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: there are two zeros
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
 def draw_kernel(
     w, laws, keys, bests, out, ended, salt, n, keys_b, keys_n, stride, scale,
     V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
@@ -137,18 +150,64 @@ def likeliest_kernel(
     w, bests, out, ended, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     ROOM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """sampling.likeliest: to out [rows], the token with the largest w of every row; a NaN is above
-    all."""
+    """sampling.likeliest: to out [rows], the token with the largest w of every row."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(w + row * V + token, token < V, other=0.0).to(tl.float32)
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: there are two zeros
-    order = tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    its = order(tl.load(w + row * V + token, token < V, other=0.0).to(tl.float32))
     bests += row * COUNT * 2
-    put_best(bests, block, tl.where(token < V, order, -0x80000000), token)
+    put_best(bests, block, tl.where(token < V, its, NONE), token)
     if is_last(ended, row, COUNT):
         tl.store(out + row, best_put(bests, COUNT, ROOM)[1].to(tl.int64))
+
+
+@triton.jit
+def race_order(w, token, key, salt, V: tl.constexpr, RACE: tl.constexpr):
+    """The `order` of tokens by w [V], or with RACE by Noise.race of it; NONE beyond V."""
+    x = tl.load(w + token, token < V, other=0.0).to(tl.float32)
+    if RACE:
+        x = x / arrival(key, salt, token)
+    return tl.where(token < V, order(x), NONE)
+
+
+@triton.jit
+def ranked_of(value, index, count: tl.constexpr, WIDE: tl.constexpr):
+    """The indices [WIDE] of the `count` largest values, of equals the lowest first; then 0. An
+    index may occur twice."""
+    pairs = (value.to(tl.int64) << 32) + (0x7FFFFFFF - index)
+    rank, last = tl.arange(0, WIDE), tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    found = tl.zeros([WIDE], tl.int64)
+    for i in range(count):
+        last = tl.max(tl.where(pairs < last, pairs, -0x8000000000000000))
+        found = tl.where(rank == i, 0x7FFFFFFF - (last & 0xFFFFFFFF), found)
+    return found
+
+
+@triton.jit
+def ranked_kernel(
+    w, keys, tops, out, ended, salt, n, keys_b, keys_n, V: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    K: tl.constexpr, WIDE: tl.constexpr, RACE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """sampling.ranked of w [rows, V], or with RACE Noise.draw, to out [rows, K]. A program owns
+    GROUPS groups, of which it puts the largest `order` to `tops` [rows, COUNT * GROUPS]. WIDE: K
+    up to a power of two."""
+    wait_for_previous(DEPENDENT)
+    row, key = tl.program_id(0).to(tl.int64), 0
+    if RACE:
+        key = tl.load(keys + row // n * keys_b + row % n * keys_n)
+    ALL: tl.constexpr = COUNT * GROUPS
+    w, tops, at = w + row * V, tops + row * ALL, tl.arange(0, GROUP)[None, :]
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    its = race_order(w, group[:, None] * GROUP + at, key, salt, V, RACE)
+    tl.store(tops + group, tl.max(its, 1))
+    if is_last(ended, row, COUNT):
+        every, rank = tl.arange(0, ROOM * GROUPS), tl.arange(0, WIDE)
+        largest = tl.load(tops + every, every < ALL, NONE, cache_modifier=".cg")
+        few = ranked_of(largest, every, min(K, ALL), WIDE)
+        token = few[:, None] * GROUP + at
+        best = ranked_of(race_order(w, token, key, salt, V, RACE), token, K, WIDE)
+        tl.store(out + row * K + rank, best, rank < K)
 
 
 def floats(*weights: Tensor) -> bool:
@@ -177,6 +236,35 @@ def likeliest(w: Tensor) -> Tensor:
     likeliest_kernel[rows, tile["COUNT"]](
         w, bests, tokens, counters(w.device, rows), num_warps=8 if rows >= MANY else 4, **tile
     )
+    return tokens
+
+
+def ranked(w: Tensor, k: int) -> Tensor:
+    if w.dtype not in BITS or not w.is_contiguous() or not w.numel():
+        return NotImplemented
+    return rank(w, k, None, 0)
+
+
+def draw_few(self: Noise, w: Tensor, k: int, keys: Tensor) -> Tensor:
+    return rank(w, k, keys, self.salt(TOKEN)) if drawable(self, w, keys) else NotImplemented
+
+
+def rank(w: Tensor, k: int, keys: Tensor | None, salt: int) -> Tensor:
+    """The k largest of w, or with keys of its race."""
+    if not 1 < k <= min(w.shape[-1], MOST):
+        return NotImplemented
+    tokens = torch.empty(*w.shape[:-1], k, dtype=torch.int64, device=w.device)
+    rows = tokens.numel() // k
+    tile = by_blocks(w, 4 if rows >= MANY and keys is None else 1)
+    group = min(GROUP, tile["BLOCK"])
+    groups = tile["BLOCK"] // group
+    tops = torch.empty(rows, tile["COUNT"], groups, dtype=torch.int32, device=w.device)
+    ranked_kernel[rows, tile["COUNT"]](
+        w, w if keys is None else keys, tops, tokens, counters(w.device, rows), salt,
+        *((1, 0, 0) if keys is None else key_layout(keys)), GROUP=group, GROUPS=groups, K=k,
+        WIDE=power_of_2(k), RACE=keys is not None, num_warps=8 if tile["BLOCK"] > BLOCK else 4,
+        **tile,
+    )  # fmt: skip
     return tokens
 
 
