@@ -111,9 +111,10 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
     candidates: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's number, place; [B, n]
     count = 1
     for depth in range(1, D + 1):
-        best = step(level).float().log_softmax(-1).clamp(max=0).topk(width)
-        tokens = best.indices.flatten(1)
-        confidence = (fed_confidence[..., None] + best.values).flatten(1)
+        logits = step(level)
+        best = ranked(logits, width)
+        chances = logits.float().log_softmax(-1).clamp(max=0).gather(-1, best)
+        tokens, confidence = best.flatten(1), (fed_confidence[..., None] + chances).flatten(1)
         parent = fed_number.repeat_interleave(width, 1)
         place = torch.zeros_like(tokens)
         if depth < D:
