@@ -2,8 +2,8 @@
 
 On a GPU each operation takes two microseconds, whatever its size. transformers writes an RMS norm
 as eight of them and a rotation as ten, copies keys for every query head, and reads every slot of
-the cache under a mask. In the module's twin norms, rotations and attention are operations with
-kernels instead, wherever on a probe they give what the module's own code gives. Attention then
+the cache under a mask. In the module's twin norms, rotations, gates and attention are operations
+with kernels instead, wherever on a probe they give what the module's own code gives. Attention then
 reads a row by its length, as in fused passes, and no mask is made.
 """
 
@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,6 +31,7 @@ from specexp.models.scans import replaced
 from specexp.ops import op
 from specexp.tree import Branches
 
+MLP = {"gate_proj", "up_proj", "down_proj"}
 ROTATION, ATTENTION = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"  # of a module's library
 
 
@@ -51,6 +53,35 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
+
+
+@op
+def gated(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
+    """SiLU of `gate` times `up`, alike in shape; `tanh`: GELU by its tangent (Shazeer 2020)."""
+    return (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up
+
+
+def mlp(part: Any, x: Tensor, tanh: bool) -> Tensor:
+    """What a gated MLP of transformers makes of x [..., E]."""
+    down: Tensor = part.down_proj(gated(part.gate_proj(x), part.up_proj(x), tanh))
+    return down
+
+
+def gates(part: Any) -> bool | None:
+    """`tanh` of `mlp`; None: the module is none, or does something else."""
+    if {name for name, _ in part.named_children()} - {"act_fn"} != MLP:
+        return None
+    try:
+        weight = part.gate_proj.weight
+        x = torch.linspace(-4, 4, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        made = part(x[None])
+        near = 8 * torch.finfo(x.dtype).eps * made.norm()
+        for tanh in (False, True):
+            if bool((mlp(part, x[None], tanh) - made).norm() <= near):
+                return tanh
+    except Exception:  # its weights are of another kind, say
+        return None
+    return None
 
 
 def above(norm: nn.Module) -> float | None:
@@ -195,7 +226,7 @@ def _lighter(module: Any, name: str, vocab: int) -> Lighter | None:
 
 
 def lighten(whole: nn.Module, table: Table) -> list[Any]:
-    """Let norms, rotations and attention of a twin be operations; returns the parts changed."""
+    """Let norms, rotations, gates and attention of a twin be operations; returns what changed."""
     changed: list[Any] = []
     for part in whole.modules():
         if "forward" in vars(part):
@@ -203,6 +234,8 @@ def lighten(whole: nn.Module, table: Table) -> list[Any]:
         if "RMSNorm" in type(part).__name__ and (added := above(part)) is not None:
             part.above = added  # type: ignore[assignment]
             part.forward = lambda x, norm=part: rms_norm(x, norm)
+        elif (tanh := gates(part)) is not None:
+            part.forward = partial(mlp, part, tanh=tanh)
         elif own := _in_place(part, table):
             part.forward = replaced(part, own)
         else:

@@ -20,12 +20,14 @@ from specexp.sampling import ACCEPT, TOKEN, Certain, Noise, Sampling, mix, ranke
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
 
-# networks and recorders, which are compared whole: test_fused.py, test_cpu_replays.py, ...
-WHOLE = {lm.network, heads.network, load.place_weights, recorder_for, fused.by_length_up_to}
+# networks and recorders, which are compared whole: test_fused.py, test_cuda_graphs.py, ...
+WHOLE = {
+    lm.network, lm.fill, heads.network, load.place_weights, recorder_for, fused.by_length_up_to,
+}  # fmt: skip
 WITH_GPU = torch.cuda.is_available()
 SEEDS = {"cpu": 400, "cuda": 30, "interpreted": 30}  # of a GPU most are compiled anew
 HANDED_OVER = (  # by modules
-    cache.store, lighter.rotate, lighter.rms_norm, fused.attention, lm.product,
+    cache.store, lighter.rotate, lighter.rms_norm, lighter.gated, fused.attention, lm.product,
 )  # fmt: skip
 SLOWEST = {Noise.race, Noise.categorical, engine.judged, Suffix.propose}  # of the interpreted
 

@@ -13,12 +13,14 @@ import torch
 from conftest import also, one_in
 from support import architectures
 from support.references import lightened
+from transformers import Gemma3nTextConfig, Gemma3TextConfig, LlamaConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 from transformers.models.gemma4 import modeling_gemma4 as gemma4
 from transformers.models.glm import modeling_glm as glm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specexp.drafters import early_exit
 from specexp.drafters.early_exit import EarlyExit
@@ -145,7 +147,7 @@ def test_texts_of_lighter_passes_are_those_of_transformers(name):
 @pytest.mark.parametrize(
     ("name", "changed", "masks"),
     [
-        ("gemma3_text", {"Gemma3RMSNorm": 25, "Gemma3Attention": 4}, False),
+        ("gemma3_text", {"Gemma3RMSNorm": 25, "Gemma3Attention": 4, "Gemma3MLP": 4}, False),
         ("gpt_oss", {"GptOssRMSNorm": 9, "GptOssAttention": 4}, False),
         ("deepseek_v32", {"DeepseekV32RMSNorm": 17, "DeepseekV32Attention": 4}, True),
         ("bloom", {}, True),
@@ -165,6 +167,19 @@ def test_module_is_changed_where_its_operations_are_kernels(name, changed, masks
 class GatedNorm(LlamaRMSNorm):
     def forward(self, x, gate):
         return super().forward(x) * gate
+
+
+def test_gates_are_known_by_what_they_do():
+    """One of Gemma 3n keeps the largest of its gates alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "hidden_activation": "gelu_pytorch_tanh"}
+    swiglu, geglu = LlamaMLP(LlamaConfig(**sizes)), Gemma3MLP(Gemma3TextConfig(**sizes))
+    assert (lighter.gates(swiglu), lighter.gates(geglu)) == (False, True)
+    assert lighter.gates(swiglu.bfloat16()) is False
+    swiglu.act_fn = torch.nn.ReLU()
+    assert lighter.gates(swiglu) is None
+    config = Gemma3nTextConfig(**sizes, num_hidden_layers=1, activation_sparsity_pattern=[0.9])
+    assert lighter.gates(Gemma3nTextMLP(config, layer_idx=0)) is None
+    assert lighter.gates(torch.nn.Linear(8, 8)) is None
 
 
 def test_norms_are_known_by_what_they_do():

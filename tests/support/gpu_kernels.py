@@ -100,6 +100,8 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     yield Call("added", fused.add_norm, (x, x, norm(E)), 4 * x.numel() * size)
     hidden = some(B * n, 2 * HIDDEN)
     yield Call("gated", fused.swiglu, (hidden,), hidden.numel() * size * 3 // 2)
+    apart = [half.contiguous() for half in hidden.chunk(2, -1)]
+    yield Call("gated by GELU", lighter.gated, (*apart, True), hidden.numel() * size * 3 // 2)
     if B * n <= 16:
         both = some(2 * HIDDEN, E)
         yield Call("gated products", fused.product_swiglu, (x, both, None), both.numel() * size)

@@ -486,6 +486,13 @@ def rms_norm(dice: Dice) -> Case:
     return Case((dice.odd(x), norm), near=COARSE[dtype])
 
 
+def gated(dice: Dice) -> Case:
+    dtype, hidden = dice.choice(KINDS), dice.choice([1, 7, 40, 1500])
+    shape = dice.choice([(3, hidden), (2, 4, hidden)])
+    gate, up = (4 * dice.normal(*shape).to(dtype) for _ in range(2))
+    return Case((dice.odd(gate), up, dice.often()), near=COARSE[dtype])
+
+
 def rotate(dice: Dice) -> Case:
     dtype, B, n, d = (
         dice.choice(KINDS),
@@ -626,6 +633,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     cache.store: store,
     lighter.rms_norm: rms_norm,
     lighter.rotate: rotate,
+    lighter.gated: gated,
     fused.add_norm: add_norm,
     fused.product_add_norm: product_add_norm,
     fused.swiglu: swiglu,

@@ -138,25 +138,44 @@ def launch_add_norm(
 
 
 @triton.jit
-def swiglu_kernel(x, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """fused.swiglu of x [rows, 2 * HIDDEN], to out. A program owns BLOCK columns of one row."""
+def gated_kernel(
+    gate, up, out, stride, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """lighter.gated of rows of HIDDEN numbers, `stride` apart. A program owns BLOCK of a row's."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < HIDDEN
-    gate = tl.load(x + row * 2 * HIDDEN + at, real, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * HIDDEN + HIDDEN + at, real, other=0.0).to(tl.float32)
-    y = gate / (1 + tl.exp(-gate)) * up
+    x = tl.load(gate + row * stride + at, real, other=0.0).to(tl.float32)
+    y = tl.load(up + row * stride + at, real, other=0.0).to(tl.float32)
+    slope = 1.5957691216057308 * (x + 0.044715 * x * x * x) if TANH else x  # 2 sqrt(2 / pi)
+    y = x / (1 + tl.exp(-slope)) * y
     tl.store(out + row * HIDDEN + at, y.to(out.dtype.element_ty), real)
 
 
 def swiglu(x: Tensor) -> Tensor:
     if x.dtype not in KINDS or not x.is_contiguous() or x.dim() != 2:
         return NotImplemented
-    hidden = x.shape[1] // 2
-    out = x.new_empty(len(x), hidden)
-    grid = len(x), blocks_of(1024, hidden)
-    swiglu_kernel[grid](x, out, HIDDEN=hidden, BLOCK=1024, **dependent_launch(x))
+    gate, up = x.chunk(2, -1)
+    return launch_gated(gate, up, x.stride(0), False)
+
+
+def gated(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
+    if gate.dtype not in KINDS or up.dtype != gate.dtype or up.shape != gate.shape:
+        return NotImplemented
+    whole = gate.is_contiguous() and up.is_contiguous() and gate.numel()
+    return launch_gated(gate, up, gate.shape[-1], tanh) if whole else NotImplemented
+
+
+def launch_gated(gate: Tensor, up: Tensor, stride: int, tanh: bool) -> Tensor:
+    """`lighter.gated` of rows that lie `stride` apart."""
+    hidden = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    grid = gate.numel() // hidden, blocks_of(1024, hidden)
+    gated_kernel[grid](
+        gate, up, out, stride, HIDDEN=hidden, BLOCK=1024, TANH=tanh, **dependent_launch(gate)
+    )
     return out
 
 

@@ -89,6 +89,7 @@ else:
         fused.rotate_and_store: layers.rotate_and_store,
         lighter.rms_norm: layers.rms_norm,
         lighter.rotate: layers.rotate,
+        lighter.gated: layers.gated,
         fused.add_norm: layers.add_norm,
         fused.swiglu: layers.swiglu,
         fused.product_add_norm: products.product_add_norm,
