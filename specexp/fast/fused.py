@@ -346,6 +346,8 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
         wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
     except Exception as e:  # what calls itself by a family's name may be anything
         return None, failure(e)
+    if wanted.isnan().any():  # which load.py refuses in a line of its own
+        return None, ""
     return fastest_agreeing(implementations(fused), kinds, tokens, wanted)
 
 

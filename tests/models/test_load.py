@@ -301,11 +301,12 @@ def test_module_is_probed_once_and_left_without_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_module_whose_logits_are_nan_is_refused(kind):
+def test_module_whose_logits_are_nan_is_refused_and_called_nothing_else(kind, caplog):
     net = copy.deepcopy(module(kind))
     net.get_input_embeddings().weight.data[::2] = torch.nan
     with pytest.raises(UserError, match="its logits are NaN; check weights and config"):
         of_module(net)
+    assert "its logits differ" not in caplog.text
 
 
 def test_probe_passes_on_out_of_memory(monkeypatch):
