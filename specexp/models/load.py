@@ -39,6 +39,7 @@ from specexp.models.servable import (
     check_count,
     check_files,
     check_servable,
+    few_tensors,
     fields,
 )
 from specexp.ops import op
@@ -420,7 +421,7 @@ def _without_weights(config: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)
     config._experts_implementation = "batched_mm"
     what = f"config.json of {config.name_or_path or 'the model'} describes no model"
-    with torch.device("meta"), refusing(f"{what} that can be built"):  # it may raise anything
+    with few_tensors(what), torch.device("meta"), refusing(f"{what} that can be built"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

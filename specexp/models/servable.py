@@ -5,8 +5,9 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from inspect import signature
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ MOST = {
     re.compile("n_layer|attention_types|.*(layers|depths?|blocks|stages|_replace)"): 4096,
     re.compile("n_head|.*(heads|experts|codebooks|quantizers|inputs|cycles|ngram|labels)"): 32768,
 }
+# The most values in a config.json, and tensors of a model: each takes microseconds to read or make.
+VALUES, TENSORS = 100_000, 5_000
 WEIGHTS = "weights are *.safetensors of the folder itself"
 EXPERTS = "eager", "batched_mm", "grouped_mm"  # others fetch what they run
 FETCHED = {"eetq", "fbgemm_fp8", "metal"}  # methods of quantisation whose kernels are on a hub
@@ -42,6 +45,8 @@ def check_files(folder: Path) -> None:
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; point at a Hugging Face model folder")
+    if (folder / "config.json").read_bytes().count(b",") >= VALUES:
+        raise UserError(f"{folder}/config.json has more than {VALUES:,} values: no model's has")
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has no *.safetensors; pickled weights are refused: convert them")
     for index in folder.glob("*.safetensors.index.json"):
@@ -96,6 +101,24 @@ def check_config_json(described: dict[str, Any], source: str) -> None:
             wrong = WEIGHTS
         if wrong:
             raise UserError(f"{source}: config.json has {path} {value!r:.80}: {wrong}")
+
+
+@contextmanager
+def few_tensors(what: str) -> Iterator[None]:
+    """Raise a UserError that begins with `what` once modules have made more than TENSORS."""
+    from torch.nn.modules.module import register_module_parameter_registration_hook as registered
+
+    number = count(1)
+
+    def made(*_: Any) -> None:
+        if next(number) > TENSORS:
+            raise UserError(f"{what}: none has more than {TENSORS:,} tensors")
+
+    hook = registered(made)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _holds_weights(file: Any) -> bool:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from specexp.commands import app
 from specexp.drafters.crossed import TokenMap
 from specexp.errors import UserError, refusing
 from specexp.models import head_files
-from specexp.models.load import load, read_config, read_tokenizer, tokens_of
+from specexp.models.load import load, read_config, read_tokenizer, tokens_of, weight_bytes
 from specexp.trace import Trace
 from specexp.zoo.rows import encode as encode_documents
 
@@ -314,7 +315,7 @@ folder = Path(sys.argv[1])
 described = json.loads((folder / "config.json").read_text())
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**30,) * 2)
-for fields in json.loads(sys.argv[2]):
+for fields in json.load(sys.stdin):
     (folder / "config.json").write_text(json.dumps(described | fields))
     start = time.process_time()
     try:
@@ -338,13 +339,35 @@ COUNTS = [
 ]
 
 
+def refusals_of(folder, *described) -> list[str]:
+    """The lines that refuse these configs, each within a second of the processor's time."""
+    words, told = [sys.executable, "-c", ENDLESS, folder], json.dumps(described)
+    ended = subprocess.run(words, input=told, capture_output=True, text=True)
+    refusals = ended.stdout.splitlines()
+    assert len(refusals) == len(described), refusals
+    assert all(float(refusal.split()[0]) < 1 for refusal in refusals), refusals
+    return refusals
+
+
 def test_endless_counts_are_refused_in_a_second_before_anything_is_built(folder):
-    words = [sys.executable, "-c", ENDLESS, folder, json.dumps(COUNTS)]
-    refusals = subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
-    assert len(refusals) == len(COUNTS), refusals
-    for refusal in refusals:
-        assert float(refusal.split()[0]) < 1
-        assert "no model has more than " in refusal
+    assert all("no model has more than " in refusal for refusal in refusals_of(folder, *COUNTS))
+
+
+def test_endless_lists_are_refused_in_a_second(folder):
+    listed = {"rope_parameters": {"short_factor": [1] * 2_500_000}}, {"x": [[[1]] * 999] * 999}
+    for line in refusals_of(folder, *listed):
+        assert line.endswith("has more than 100,000 values: no model's has")
+
+
+def test_model_of_endless_tensors_is_refused_in_a_second(folder):
+    few = {"model_type": "gemma3n_text", "num_kv_shared_layers": 0, "altup_num_inputs": 2}
+    edit(folder / "config.json", **few)
+    assert weight_bytes(read_config(folder), torch.float32)  # imports its classes
+    edit(folder / "config.json", altup_num_inputs=32768)
+    start = time.process_time()
+    with pytest.raises(UserError, match="describes no model: none has more than 5,000 tensors"):
+        weight_bytes(read_config(folder), torch.float32)
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
