@@ -279,4 +279,4 @@ def _to_html(folder: Path) -> None:
         nbformat.write(ran, folder / NOTEBOOK)
         page, _ = _exporter().from_notebook_node(ran)
         page = _SCRIPT.sub("", page).replace("<head>", f"<head>\n{INERT}", 1)
-    (folder / PAGE).write_text(page)
+    (folder / PAGE).write_text(harmless(page))

@@ -31,6 +31,7 @@ from specexp.grids import runner as run
 from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, _tidy
 from specexp.grids.machines import local
 from specexp.grids.progress import ERROR, Failure
+from specexp.terminal import harmless
 from specexp.tracking import audit, compare, rebuild, results, runs
 from specexp.tracking.results import claim, holder, intact
 
@@ -912,6 +913,21 @@ def test_a_page_has_its_notebooks_title_and_neither_has_dead_widgets(tmp_path):
     for text in (page, (tmp_path / NOTEBOOK).read_text()):
         assert "0/9" not in text
         assert "nine runs" in text
+
+
+def test_page_read_in_a_terminal_sends_no_escapes_and_keeps_its_colours(tmp_path):
+    said = "\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b2J \u202eabc"
+    outputs = [
+        nbformat.v4.new_output("stream", text=said),
+        nbformat.v4.new_output("display_data", {"text/html": f"<b>{said}</b>"}),
+    ]
+    cells = [nbformat.v4.new_markdown_cell(said), nbformat.v4.new_code_cell("1", outputs=outputs)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / NOTEBOOK)
+    _tidy(tmp_path)
+    page = (tmp_path / PAGE).read_text()
+    assert page == harmless(page)
+    assert page.count("␛]0;title␇") == 3
+    assert '<span class="ansi-red-fg">red</span>' in page
 
 
 def test_error_that_is_shown_and_kept_has_no_secret_and_no_escape_sequence(store):
