@@ -1,13 +1,18 @@
 """Recognising secrets, and removing them from what is stored or shown."""
 
+import bz2
 import contextlib
+import gzip
 import json
+import lzma
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 NAME = re.compile(
     r"token$|secret|passw(?:or)?d|passphrase|api_?key|_(?:pat|pass|pwd|key|dsn)$|dbpass|credential"
@@ -131,7 +136,7 @@ def shows(content: bytes) -> bool:
 
 def clean(file: Path) -> bool:
     """Hide the secrets in a text file or in a table's texts. Returns False if one can be read in a
-    file that cannot be rewritten."""
+    file that cannot be rewritten, or in what it has packed: of each part the first MOST_BYTES."""
     if file.stat().st_size <= MOST_BYTES:
         content = file.read_bytes()
         coding = _CODINGS.get(content[:2], "utf-8")
@@ -142,13 +147,31 @@ def clean(file: Path) -> bool:
                 return True
         if content.startswith(b"PAR1") and not _clean_table(file, content):
             return False
-    before = b""
     with file.open("rb") as opened:
-        while block := opened.read(2**20):
+        if _is_shown_in(opened):
+            return False
+    return not any(_is_shown_in(part, MOST_BYTES) for part in _packed(file))
+
+
+def _is_shown_in(opened: IO[bytes], most: float = math.inf) -> bool:
+    before = b""
+    with contextlib.suppress(Exception):  # of what is packed otherwise, or damaged: anything
+        while most > 0 and (block := opened.read(2**20)):
             if shows(before + block):
-                return False
-            before = block[-10_000:]
-    return True
+                return True
+            before, most = block[-10_000:], most - len(block)
+    return False
+
+
+def _packed(file: Path) -> Iterator[Any]:
+    """A file unpacked in each way, most of which fail when they are read; and a zip's files."""
+    for unpack in (gzip.open, bz2.open, lzma.open):
+        with unpack(file) as part:
+            yield part
+    if zipfile.is_zipfile(file):
+        with contextlib.suppress(Exception), zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                yield archive.open(name)
 
 
 def _clean_table(file: Path, content: bytes) -> bool:

@@ -1,6 +1,11 @@
 """Secrets are removed from stored text, and JSON stays valid."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
+import zipfile
 
 import pytest
 
@@ -236,3 +241,21 @@ def test_binary_file_that_shows_a_secret_is_known_and_another_is_not(tmp_path, m
     monkeypatch.setattr(redact, "MOST_BYTES", 100)
     file.write_text(f"{'z' * (2**20 - 20)} {TOKEN}")
     assert not redact.clean(file), "larger than what is rewritten, and across two blocks"
+
+
+def zipped(content: bytes) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("empty", b"")
+        archive.writestr("in/own", content)
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zipped])
+def test_packed_file_that_shows_a_secret_is_known_and_a_damaged_or_safe_one_stays(tmp_path, pack):
+    file = tmp_path / "own"
+    packed = pack(f"{'plain words ' * 200_000}{TOKEN}".encode())
+    for content, safe in ((packed, False), (packed[:40], True), (pack(b"plain words"), True)):
+        file.write_bytes(content)
+        assert redact.clean(file) == safe
+        assert file.read_bytes() == content
