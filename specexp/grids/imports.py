@@ -21,8 +21,7 @@ import os
 import re
 import sys
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import cache, lru_cache
 from hashlib import sha256
@@ -54,6 +53,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 _MODULE = re.compile(rf"{NAME}(\.\w+)+")
 _PLACE = re.compile(r"^(?:\w+:)?(.*?)(?:\+int8)?$")  # METHOD:FOLDER+int8
 _WRITING = re.compile(r"to_\w+|(save|dump|write|export)\w*|touch|FileHandler")
+_READING = re.compile(r"open|exec|(read|load)\w*|\w*(read|load)|from_\w+|genfromtxt")
 _TO_WRITE = re.compile(r"[rbt]*[wax][bt+]*")  # a mode of `open`
 _MAGIC = re.compile(r"^([ \t]*)((?:[\w, ]+=[ \t]*)?[%!?].*|.*\?)$", re.MULTILINE)
 _LOADS = re.compile(r"%(?:run(?:\s+-\w+)*|(?:re)?load_ext)\s+((?!\d)\w+(?:\.[A-Za-z_]\w*)*)(?!\S)")
@@ -192,7 +192,7 @@ def read(code: ast.AST) -> tuple[tuple[str, ...], frozenset[str], frozenset[str]
     modules: dict[str, None] = {}
     meaning: dict[str, str] = {}  # of names that imports bind: `t` -> `specexp.theory`
     strings: set[str] = set()
-    nodes = list(_running(code))
+    nodes = _running(code)
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -224,35 +224,47 @@ def _called(node: ast.AST) -> str:
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
-def _written(nodes: Sequence[ast.AST]) -> set[str]:
-    """The strings that name what code writes, directly or as a variable: results, not causes."""
-    values, todo, texts = dict[str, list[ast.AST]](), list[ast.AST](), set[str]()
+def _written(nodes: Iterable[ast.AST]) -> set[str]:
+    """The strings that name what code writes, directly or as a variable, and has not read before:
+    results, not causes. nodes: in the order in which they run."""
+    values, calls, found = dict[str, list[ast.AST]](), list[ast.Call](), dict[str, bool]()
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             values.setdefault(node.targets[0].id, []).append(node.value)
         elif isinstance(node, ast.Call):
-            given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            modes = (str(arg.value) for arg in given if isinstance(arg, ast.Constant))
-            opened = _called(node) == "open" and any(map(_TO_WRITE.fullmatch, modes))
-            if opened or _WRITING.fullmatch(_called(node)):
-                todo += [*given, *ast.iter_child_nodes(node.func)]
+            calls.append(node)
+    for call in calls:
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        modes = (str(arg.value) for arg in given if isinstance(arg, ast.Constant))
+        opened = _called(call) == "open" and any(map(_TO_WRITE.fullmatch, modes))
+        writes = opened or bool(_WRITING.fullmatch(_called(call)))
+        if writes or _READING.fullmatch(_called(call)):
+            for text in _texts([*given, *ast.iter_child_nodes(call.func)], values):
+                found.setdefault(text, writes)
+    return {text for text, writes in found.items() if writes}
+
+
+def _texts(todo: list[ast.AST], values: Mapping[str, list[ast.AST]]) -> Iterator[str]:
+    """The strings in these nodes, of which names have these values."""
+    seen = set[str]()
     for node in todo:  # which grows
         if isinstance(node, ast.Constant):
-            texts.add(str(node.value))
-        elif isinstance(node, ast.Name):
-            todo += values.pop(node.id, [])
+            yield str(node.value)
+        elif isinstance(node, ast.Name) and node.id not in seen:
+            seen.add(node.id)
+            todo += values.get(node.id, [])
         elif isinstance(node, ast.BinOp) or _called(node) == "Path":
             todo += ast.iter_child_nodes(node)
-    return texts
 
 
-def _running(code: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below, outer ones first, but those under `if TYPE_CHECKING`."""
-    todo = deque([code])
+def _running(code: ast.AST) -> list[ast.AST]:
+    """All nodes below in the order in which they run, but those under `if TYPE_CHECKING`."""
+    todo, backwards = [code], list[ast.AST]()
     while todo:
-        yield (node := todo.popleft())
+        backwards.append(node := todo.pop())
         unused = isinstance(node, ast.If) and _NEVER.fullmatch(ast.unparse(node.test))
         todo += node.orelse if isinstance(node, ast.If) and unused else ast.iter_child_nodes(node)
+    return backwards[::-1]
 
 
 def _dotted(node: ast.AST) -> list[str]:

@@ -298,6 +298,24 @@ def test_what_code_writes_and_folders_and_the_store_are_in_no_key(tmp_path, monk
     assert files(write(tmp_path / "own.ipynb", both)).keys() == {"a.csv"}
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "n = int(open('n.txt').read()) + 1\nopen('n.txt', 'w').write(str(n))",
+        "F = 'n.txt'\nwith open(F) as f:\n    n = json.load(f)\njson.dump(n, open(F, 'w'))",
+        "pd.read_csv('n.txt').to_csv('n.txt')",
+        "p = Path('n.txt')\np.write_text(p.read_text() + 'x')",
+        "json.dump({**json.load(open('n.txt')), 'n': 1}, open('n.txt', 'w'))",
+        "torch.save(torch.load('n.txt') + 1, 'n.txt')",
+    ],
+)
+def test_what_code_reads_and_then_writes_is_in_the_key(tmp_path, cell):
+    (tmp_path / "n.txt").write_text("1")
+    assert files(write(tmp_path / "own.ipynb", cell)).keys() == {"n.txt"}
+    again = "frame.to_csv('n.txt')\npd.read_csv('n.txt')"
+    assert files(write(tmp_path / "own.ipynb", again)) == {}
+
+
 def test_model_that_code_names_is_in_the_key(tmp_path, tiny_folders):
     shutil.copytree(tiny_folders[1], tmp_path / "mine")
     for cell in ("import helper", "specexp.load('./mine+int8')", "load(drafter='eagle:mine')"):
