@@ -2,7 +2,16 @@
 
 import numpy as np
 import pytest
-from support.intervals import ARMS, KINDS, UNITS, called_faster, covered, equal_arms
+from support.intervals import (
+    ARMS,
+    KINDS,
+    UNITS,
+    alone,
+    called_faster,
+    covered,
+    equal_arms,
+    over_repeats,
+)
 
 from specexp.measure import statistics, summaries
 
@@ -41,6 +50,11 @@ def test_repeats_are_covered_at_the_nominal_level(kind, n):
 def test_intervals_hold_their_level_with_few_prompts(kind):
     for n in (5, 12, 20, 40):
         assert covered(kind, n, 200) >= 0.93, n
+
+
+def test_simulations_notice_intervals_of_repeats_in_the_place_of_those_of_prompts():
+    assert all(covered(kind, 5, 200, over_repeats) < 0.9 for kind in KINDS)
+    assert called_faster(40, 8, 60, alone)[0] > 0.05
 
 
 @pytest.mark.slow
