@@ -596,7 +596,8 @@ TOKENS = {
     **{
         name: (lambda c, n=name: c.env(n, "1"), {"settings"})
         for name in ("MKL_CBWR", "OMP_THREAD_LIMIT", "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH",
-                     "TRITON_F32_DEFAULT")
+                     "TRITON_F32_DEFAULT", "TORCH_MKLDNN_MATMUL_MIN_DIM",
+                     "TRANSFORMERS_SDPA_FORCE_GQA")
     },
     "compiled code": (lambda c: c.flip("library.so"), {"kernels"}),
     "code that does not compile": (lambda c: c.fact(build, "_loaded", None), {"kernels"}),
@@ -605,7 +606,8 @@ TOKENS = {
 }  # fmt: skip
 ALIKE = (  # to others of them
     "weights that an index has", "one of several chat templates", "OMP_THREAD_LIMIT",
-    "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH", "TRITON_F32_DEFAULT", *provenance.SWITCHES[1:],
+    "OPENBLAS_NUM_THREADS", "LD_LIBRARY_PATH", "TRITON_F32_DEFAULT",
+    "TRANSFORMERS_SDPA_FORCE_GQA", *provenance.SWITCHES[1:],
 )  # fmt: skip
 TIME = {
     "processor": lambda c: c.fact(provenance, "processor", "another"),
