@@ -354,6 +354,45 @@ def test_rule_that_is_wrong_after_its_first_token_is_a_bug():
     assert "emitted tokens" in failed(broken)
 
 
+class TopOfTheTail(Reject):
+    """The planted bug: the likeliest of the unlikely tokens stands for all of them, which neither
+    changes how many of the likely ones are drawn, nor how many of those that q has too often."""
+
+    name = "top of the tail"
+
+    def __call__(self, draft, p, rng):
+        unlikely = ~sets_of(p, p > 0)[..., 1, :]
+        top = torch.where(unlikely, p, -1.0).argmax(-1, keepdim=True)
+        mass = (p * unlikely).sum(-1, keepdim=True)
+        law = torch.where(unlikely, 0.0, p).scatter(-1, top, mass)
+        return super().__call__(draft, torch.where(mass > 0, law, p), rng)
+
+
+class EvenOnly(DraftModel):
+    """The planted bug: a uniform q is reported, and even tokens alone are drawn."""
+
+    def propose(self, seqs, tree, rng):
+        draft, V = super().propose(seqs, tree, rng), self.lm.vocab
+        drawn = torch.randint(V // 2, draft.tokens.shape, generator=self.generator) * 2
+        drawn[:, 0] = draft.tokens[:, 0]
+        return replace(draft, tokens=drawn, q=torch.full_like(draft.q, 1 / V))
+
+    generator = torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_fault_among_unlikely_tokens_alone_is_a_bug(drafter):
+    broken = engine(0.8, drafter=drafter)
+    broken.rule = TopOfTheTail()
+    assert "tokens of top of the tail on fresh noise" in failed(broken)
+
+
+def test_fault_among_equally_likely_tokens_is_a_bug():
+    broken = engine(0.8)
+    broken.drafter = EvenOnly(broken.drafter.lm, broken.sampling)
+    assert failed(broken) == ["draft tokens"]
+
+
 class AmissInOneRow(Reject):
     """The planted bug: in the last row of a batch it accepts everything."""
 
@@ -464,15 +503,20 @@ def tallies(shift: float, n: int, count: int) -> list:
         law = torch.cat([p, 1 - p], -1)
         tokens = (torch.rand(n).double() > p[:, 0] + shift).long()
         tally = Tally(1, law.device)
-        tally.add(tokens[None], law[None], sets_of(law, law == p)[None], tokens[None] >= 0)
+        for at in torch.arange(n).split(n // 10):
+            sets, valid = sets_of(law, law == p)[None, at], tokens[None, at] >= 0
+            tally.add(tokens[None, at], law[None, at], sets, valid)
         checks.append(tally.check("", ""))
     return checks
 
 
 def test_false_alarms_are_as_rare_as_stated(monkeypatch):
-    """At a level of 5 % for each of the two sets, which here are the same or opposite."""
-    monkeypatch.setattr(draws, "BOUND", math.log(2 / 0.05))
-    assert sum(not check.passed for check in tallies(0.0, 300, 600)) <= 0.05 * 600
+    """At a level of 5 % for each of the two chosen sets, which here are the same or opposite; and
+    for the learned one."""
+    for bound in ("BOUND", "LATE"):
+        with monkeypatch.context() as patch:
+            patch.setattr(draws, bound, math.log(2 / 0.05))
+            assert 0 < sum(not check.passed for check in tallies(0.0, 300, 600)) <= 0.05 * 600
 
 
 def test_fault_of_the_stated_size_is_found():

@@ -6,10 +6,12 @@ Three kinds of draw are compared with a distribution that the round itself gives
 - what the run's own rule emits on the round's p, q and draft under fresh noise, with p;
 - the tokens of the emitted text, with p.
 
-A distribution occurs only once or a few times, so tokens are counted in two sets that are chosen
-before the draw. One holds the tokens that the other side favours (q above p, or below): a wrong
-ratio, residual or acceptance shifts its count. The other holds the tokens that are as likely as is
-typical, ln p >= -H(p): a wrong temperature or truncation shifts its count. Per draw, a set's
+A distribution occurs only once or a few times, so tokens are counted in sets that are fixed before
+the draw. One holds the tokens that the other side favours (q above p, or below): a wrong ratio,
+residual or acceptance shifts its count. One holds the tokens that are as likely as is typical,
+ln p >= -H(p): a wrong temperature or truncation shifts its count. The third is learned: it holds
+what the draws before had too often, as a token or by how far ln p is from -H(p), so a fault that
+lasts shifts its count, also if it moves probability within the other sets alone. Per draw, a set's
 observed count differs from its expected one by at most the mean total variation, and by just that
 for a fault that moves probability from this set to the rest. All rows are counted together, which
 shows a small fault of all draws, and each on its own, which shows a large fault of a single row.
@@ -31,9 +33,11 @@ from specexp.models.lm import Forward
 from specexp.sequences import Draft, Sequences, Verdict
 
 ALARM = 1e-4  # probability that a verdict of an exact run is a false alarm, at most
-SETS, KINDS = 2, 3
-SINGLE = 0.1  # the share of it for counts of single rows
-BOUND = math.log(2 * SETS * KINDS / ALARM / (1 - SINGLE))  # each count has two sides
+SETS, KINDS = 2, 3  # sets that are chosen; kinds of draw
+LEVELS = 32  # of how likely a token is, a third of a nat each, about what is typical
+SINGLE = LEARNED = 0.05  # the shares of it for counts of single rows, and of sets that are learned
+BOUND = math.log(2 * SETS * KINDS / ALARM / (1 - SINGLE - LEARNED))  # each count has two sides
+LATE = math.log(2 * KINDS / ALARM / LEARNED)
 SURE = 1.645  # standard deviations: a fault of the stated size is missed in 5 % of runs
 ROUNDS = 8  # fresh rounds for each recorded one
 BUDGET = {"cpu": 1 << 25}  # probabilities [B, N, V] that fresh rounds may read in all
@@ -45,7 +49,8 @@ class Check:
     """The result for one kind of draw. what: what is drawn; law: the distribution that it should
     follow; n: draws; bias: the largest difference of a count of all rows from its expectation, per
     draw; detectable: the least bias that is found in 95 % of runs; in_row: the same for a fault in
-    a single row; passed: all counts are within chance, and nothing of probability 0 was drawn."""
+    a single row, both by sets that are not learned; passed: all counts are within chance, and
+    nothing of probability 0 was drawn."""
 
     what: str
     law: str
@@ -66,12 +71,16 @@ class Tally:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         # of each set: draws, observed, expected, variance, and draws of probability 0
-        self.sums = torch.zeros(rows, SETS, 5, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(rows, SETS + 1, 5, dtype=torch.float64, device=device)
+        # draws of each token and of each level, of all rows: observed, expected
+        self.tokens: Tensor | None = None
+        self.levels = torch.zeros(2, LEVELS, device=device)
 
     def add(self, tokens: Tensor, law: Tensor, sets: Tensor, valid: Tensor) -> None:
         """Count tokens [B, N] drawn from law [B, N, V], where `valid` [B, N].
 
         sets [B, N, SETS, V] bool, chosen before the draw; an empty one is not counted."""
+        sets = torch.cat([sets, self._learned(tokens, law, valid)[:, :, None]], 2)
         at, total = tokens.clamp(min=0)[..., None], law.sum(-1, dtype=torch.float64)
         mass = (law[..., None, :] * sets).sum(-1, dtype=torch.float64) / total[..., None]
         mass = mass.clamp(max=1)
@@ -81,12 +90,38 @@ class Tally:
         counted = valid[..., None] & sets.any(-1)
         self.sums += torch.where(counted[..., None], sums, 0.0).sum(1)
 
+    def _learned(self, tokens: Tensor, law: Tensor, valid: Tensor) -> Tensor:
+        """[B, N, V] bool: the tokens that the draws before these had too often, by themselves and
+        by their level; then these draws are seen, too."""
+        total = law.sum(-1, keepdim=True)
+        p = (law / torch.where(total > 0, total, 1)).float()
+        level = p.log() + torch.special.entr(p).sum(-1, keepdim=True)
+        level = (3 * level + LEVELS / 2).clamp(0, LEVELS - 1).long()  # of p = 0: the lowest
+        tokens = torch.where(valid, tokens, 0)
+        if self.tokens is None:
+            self.tokens = p.new_zeros(2, p.shape[-1])
+        learned = (_excess(self.tokens) + _excess(self.levels)[level] > 0) & (law > 0)
+        p, hit = p * valid[..., None], valid.flatten().to(p.dtype)
+        self.tokens[0].scatter_add_(0, tokens.flatten(), hit)
+        self.tokens[1] += p.sum((0, 1))
+        self.levels[0].scatter_add_(0, level.gather(-1, tokens[..., None]).flatten(), hit)
+        self.levels[1].scatter_add_(0, level.flatten(), p.flatten())
+        return learned
+
     def check(self, what: str, law: str) -> Check:
-        single = math.log(len(self.sums) * (1 - SINGLE) / SINGLE)
-        together = _check(what, law, self.sums.sum(0), BOUND)
-        apart = _check(what, law, self.sums.flatten(0, 1), BOUND + single)
-        passed = together.passed and apart.passed
-        return replace(together, in_row=apart.detectable, passed=passed)
+        chosen, learned = self.sums[:, :SETS], self.sums[:, SETS:]
+        single = math.log(len(chosen) * (1 - SINGLE - LEARNED) / SINGLE)
+        together = _check(what, law, chosen.sum(0), BOUND)
+        later = _check(what, law, learned.sum(0), LATE)
+        apart = _check(what, law, chosen.flatten(0, 1), BOUND + single)
+        passed = together.passed and later.passed and apart.passed
+        bias = max(together.bias, later.bias)
+        return replace(together, bias=bias, in_row=apart.detectable, passed=passed)
+
+
+def _excess(counts: Tensor) -> Tensor:
+    """How many more than expected, counts [2, n], in standard deviations of rare draws."""
+    return (counts[0] - counts[1]) / (counts[1] + 1).sqrt()
 
 
 def _check(what: str, law: str, sums: Tensor, bound: float) -> Check:
