@@ -16,6 +16,8 @@ from specexp.tree import Tree
 
 LEAST = 2.0**-126  # the least temperature; float32 rounds smaller ones to 0
 RULES = ("match", "reject", "block", "typical")
+WEIGHING = ("reject", "block", "lenient")  # kinds that judge a draft token by its q
+CHAINS_ONLY = ("block",)
 NUMBERED = {"typical": "epsilon", "lenient": "lenience"}  # rules that take a number
 
 

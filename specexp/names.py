@@ -272,28 +272,23 @@ def _sizes(config: Any, dtype: torch.dtype, refed: int) -> dict[str, Any]:
 
 
 def facts_of_sources(target: str, drafter: str) -> Answer:
-    """The folders and hub ids of the models of a pairing, zoo defaults included.
-
-    A shipped drafter asks for its model first, so none is read. Raises UserError for a target that
-    does not exist."""
-    used, own = [locate(target)], parse_drafter(drafter)[2] is not None
+    """The folders and hub ids of the models of a pairing with a drafter of one's own. Raises
+    UserError for a target that does not exist."""
+    used = [locate(target)]
     options = {  # the models depend on the first two alone
         "target": target, "drafter": drafter, "gamma": 1, "tree": "chain", "temperature": 0.0,
         "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given", "dtype": "float32", "seed": 0,
     }  # fmt: skip
-    request = request_of(options, read_target(target) if own else TargetInfo(None, 0, None))
+    request = request_of(options, read_target(target))
 
     def source(method: str, name: str) -> str:
         used.append(request.source(method, name))
-        if own:
-            return used[-1]
-        raise UserError("found")
+        return used[-1]
 
-    # gamma 1 may not suit, and a drafter that names no model may ask for the config
-    with suppress(UserError, AttributeError):
+    with suppress(UserError):  # gamma 1 may not suit
         drafters.prepare(replace(request, source=source))
     read = read_from([target, drafter, request.argument], used)
-    return used, read and [*read, *([OWN_CODE] if own else [])]
+    return used, read and [*read, OWN_CODE]
 
 
 def facts_of_rule(rule: str) -> Answer:

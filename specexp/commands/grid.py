@@ -27,7 +27,7 @@ TOGETHER = own(
 
 def _points(
     files: list[Path], only: list[str] | None, yes: bool, together: bool = False,
-    checked: bool = True, may_compile: bool = False,
+    checked: bool = True, may_compile: bool | None = None,
 ) -> list[Point]:  # fmt: skip
     """The points of grid files; at a terminal, very many need a confirmation."""
     from specexp.grids import points as grid
@@ -104,9 +104,10 @@ def status(
     That a point can be built is what `validate` and `run` check.
     """
     from specexp.grids import progress
-    from specexp.tracking import presence, runs
+    from specexp.tracking import presence, results, runs
 
-    points = _points(files, only, yes, together, checked=False)
+    ran = any(map(results.listed, ("grids", "results", "failed"))) or None
+    points = _points(files, only, yes, together, checked=False, may_compile=ran and False)
     console.print(progress.status(points))
     lines = progress.explain_reruns(points)
     try:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.growth import Level, grow
-from specexp.models.head_files import read
-from specexp.models.heads import Medusa, check, load, medusa_size
+from specexp.models.head_files import medusa_size, read
+from specexp.models.heads import Medusa, check, load
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict

@@ -140,11 +140,11 @@ def _parts(
 ) -> dict[str, str]:  # fmt: skip
     files, device = files_of(params, notebook, known), params.get("device", "auto")
     asked = facts_of_machine, device, notebook.timed, ENGINE in files
-    parts: dict[str, str] = {**known.cached(*asked)}
+    parts: dict[str, str] = {} if known.may_compile is None else {**known.cached(*asked)}
     if known.may_compile and parts.get("kernels") == UNCOMPILED:
         provenance.kernels(device)
         parts = {**known.ask_again(*asked)}
-    on_cpu = parts["device"] == "cpu"
+    on_cpu = parts.get("device") == "cpu"
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
     parts |= {"params": digest(params), "notebook": notebook.digest[:16]}
     if notebook.timed:

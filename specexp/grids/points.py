@@ -74,7 +74,7 @@ class Point:
 def load(
     paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None,
     only: Sequence[str] = (), together: bool = False, checked: bool = True, on_disk: bool = False,
-    may_compile: bool = True,
+    may_compile: bool | None = True,
 ) -> list[Point]:  # fmt: skip
     """The distinct points of these files, in their order.
 
@@ -83,7 +83,8 @@ def load(
     `together`: points that measure time may run side by side, which is another experiment.
     `checked`: False trusts what models, drafters and prompts are, so that none is read.
     `on_disk`: facts that were found out before are taken from the user's cache (`Known`).
-    `may_compile`: False waits for no compiler, so keys may name kernels `identity.UNCOMPILED`.
+    `may_compile`: False waits for no compiler, so keys may name kernels `identity.UNCOMPILED`; None
+    leaves out what runs the points, so keys are no results'.
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))

@@ -158,7 +158,8 @@ def status(points: Sequence[Point]) -> Table:
         counts[state] += 1
         if state == "done" and len(points) > ROWS:
             continue
-        table.add_row(Text(state, STATES[state]), Text(point.label), point.run_key, Text(detail))
+        key = point.run_key if "device" in point.identity.parts else ""  # else it is no result's
+        table.add_row(Text(state, STATES[state]), Text(point.label), key, Text(detail))
     total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     if took and (left := counts["to do"] + counts["running"]):
         seconds = sum(took) / len(took) * left / max(1, counts["running"])

@@ -1,20 +1,22 @@
 """Whether the pairings that parameters name can be built, fit their context and memory, and may run
 their policies: found from files' heads, before a weight is loaded.
 
-Here facts are compared with what is asked for. Finding them takes torch and transformers, which
-`zoo.known` imports when it is asked for a fact that is not in the cache.
+Here facts are compared with what is asked for. Most are read from files alone (`from_files`). To
+find out others takes torch and transformers, which `zoo.known` imports when it is asked for one
+that is not in the cache.
 """
 
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from specexp import fitting, objects
 from specexp.errors import UserError, first_line
-from specexp.measure import prompts
+from specexp.measure import from_files, prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
 from specexp.tree import MOST, Tree
@@ -29,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     n: PARAMETERS[n].default
     for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
 }  # fmt: skip
+LEAST = 1 << 30  # bytes that every GPU has
 PRICED = ("greedy", "goodput")  # policies that read a cost table, which is measured later
 
 
@@ -161,8 +164,8 @@ def _check_models(
     needs = []
     for prompt in texts:
         if params.get("chat") or prompt.chat:
-            chat, blame = (facts_of_chat, target, *astuple(prompt)), ("chat", "target", "prompts")
-            n, answers = findings.check(known.cached, *chat, blame=blame) or (0, 0)
+            blame = ("chat", "target", "prompts")
+            n, answers = findings.check(_chat, target, prompt, known, blame=blame) or (0, 0)
         else:
             plain, blame = (_tokens_of, prompt.text, target, known), ("prompts", "target")
             n, answers = findings.check(known, *plain, blame=blame) or 0, 0
@@ -182,8 +185,16 @@ def _check_models(
 
 
 def _facts_of_target(target: str, known: Known) -> Any:
-    known(naming.locate, target)
+    if model := known(from_files.model, known(naming.locate, target)):
+        return model.facts
     return known.cached("specexp.names.facts_of_target", target)
+
+
+def _chat(target: str, prompt: prompts.Prompt, known: Known) -> Any:
+    """See `facts_of_chat`."""
+    model = known(from_files.model, known(naming.locate, target))
+    asking = facts_of_chat, target, *astuple(prompt)
+    return (model and from_files.chat(model, prompt)) or known.cached(*asking)
 
 
 def facts_of_chat(target: str, *prompt: Any) -> Answer:
@@ -200,7 +211,7 @@ def facts_of_chat(target: str, *prompt: Any) -> Answer:
 
 def _tokens_of(text: str, target: str, known: Known) -> int:
     """How many tokens the target has for a text. Raises UserError if there is none."""
-    if known.on_disk and text and (tokenizer := known(_tokenizer, target, known)):
+    if text and (tokenizer := known(_tokenizer, target, known)):
         try:
             if tokens := len(tokenizer.encode(text)):
                 return tokens
@@ -214,7 +225,10 @@ def _tokens_of(text: str, target: str, known: Known) -> int:
 def _tokenizer(target: str, known: Known) -> Any:
     from tokenizers import Tokenizer
 
-    if not (described := known.cached("specexp.names.facts_of_tokenizer", target)):
+    if model := known(from_files.model, known(naming.locate, target)):
+        return model.tokenizer
+    asking = "specexp.names.facts_of_tokenizer", target
+    if not (described := known.on_disk and known.cached(*asking)):
         return None
     tokenizer = Tokenizer.from_str(described)
     tokenizer.no_truncation()
@@ -227,8 +241,7 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     known(naming.insist_on_drafter, options["drafter"], options["target"])
     ruling = None
     if (rule := options["rule"]) != "auto":
-        known(fitting.rule, rule)
-        ruling = SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
+        ruling = _ruling(rule, known)
     looked_up = dict(options) | {"seed": 0}
     if options["sampling"] == "given":
         fitting.check_sampling(*(options[name] for name in ("temperature", *SAMPLING)))
@@ -237,7 +250,10 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
         looked_up |= {"gamma": 1, "tree": "chain"}
     looked_up |= {"gamma": 1} if options["gamma"] is None else {}
     looked_up.pop("rule")
-    facts = known.cached("specexp.names.facts_of_pairing", *looked_up.items())
+    asking = tuple(looked_up.items())
+    facts = known(from_files.pairing, known, asking) or known.cached(
+        "specexp.names.facts_of_pairing", *asking
+    )
     limits = fitting.Limits(**facts["limits"])
     gamma = min(5, limits.deepest) if options["gamma"] is None else options["gamma"]
     tree = Tree.parse(options["tree"], gamma)
@@ -246,6 +262,14 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     fitting.fit(facts["method"], limits, tree, vocab, ruling, temperature)
     models = [SimpleNamespace(**sizes) for sizes in facts["models"]]
     return Candidate(limits, tree, temperature, models)
+
+
+def _ruling(rule: str, known: Known) -> Any:
+    """What `fitting.fit` asks of a rule."""
+    if not (kind := known(fitting.rule, rule)[0]):
+        return SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
+    chains_only, wants_q = kind in fitting.CHAINS_ONLY, kind in fitting.WEIGHING
+    return SimpleNamespace(name=rule, chains_only=chains_only, wants_q=wants_q)
 
 
 def _may_be_own(drafter: str) -> bool:
@@ -270,7 +294,6 @@ def _check_memory(
 ) -> None:
     """A problem, with advice on what would fit, if the pairing that needs the most memory does not
     fit the device."""
-    free = _free_memory(params.get("device", "auto"), known)
     batch = max(values(params, "batch", "batches"), default=1)
 
     def need(batch: int) -> memory.Need:
@@ -278,7 +301,9 @@ def _check_memory(
         return max(needs, key=lambda need: need.total)
 
     most = need(batch)
-    if most.total <= free:
+    if most.total <= min(LEAST, memory.free_memory(None)):
+        return
+    if most.total <= (free := _free_memory(params.get("device", "auto"), known)):
         return
     fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
     halved, dtype = pairings[0].models[0].bfloat16, params.get("dtype", "float32")
@@ -293,7 +318,8 @@ def _check_memory(
 def _free_memory(device: str, known: Known) -> int:
     """Bytes that can still be allocated on this device; for a plan that is checked without torch
     (`known.on_disk`), all bytes of its GPU."""
-    if device == "cpu" or not (gpu := known.cached(facts_of_gpu, device)):
+    on_cpu = device == "cpu" or (device == "auto" and not memory.may_have_gpu())
+    if on_cpu or not (gpu := known.cached(facts_of_gpu, device)):
         return memory.free_memory(None)
     if known.on_disk:
         return int(gpu)
@@ -359,6 +385,10 @@ def sources(params: Params, known: Known) -> set[str]:
     Raises UserError for a target that does not exist."""
     folders: set[str] = set()
     for target in values(params, "target", "targets"):
+        folders.add(known(naming.locate, target))
         for drafter in values(params, "drafter", "drafters", "rivals") or [DEFAULTS["drafter"]]:
-            folders |= {*known.cached("specexp.names.facts_of_sources", target, drafter)}
+            if known(naming.method_of, drafter) is None:
+                folders |= {*known.cached("specexp.names.facts_of_sources", target, drafter)}
+            with suppress(UserError):
+                folders |= {*filter(None, [known(naming.source_of, drafter, target)])}
     return folders

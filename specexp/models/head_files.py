@@ -2,23 +2,26 @@
 
 A folder or hub id becomes one description (`Head`) with the tensor names of the published EAGLE-3
 and Medusa files. Weights are safetensors, or pickles that hold only tensors (`weights_only`). This
-file knows files and names; heads.py knows what the tensors do, and writes them.
+file knows files and names, without torch; heads.py knows what the tensors do, and writes them.
 """
+
+from __future__ import annotations
 
 import json
 import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor
 
 from specexp import fitting
 from specexp.errors import UserError, refusing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
@@ -95,7 +98,7 @@ def read(source: str | Path) -> Head:
         config = json.loads(described.read_text())
     if not isinstance(config, dict):
         raise UserError(f"{source}: config.json holds no settings")
-    shapes = _shapes(file)
+    shapes = shapes_in(file)
     names = {ours: name for name in shapes if (ours := _our_name(name))}
     kind = _kind(names)
     if kind is None:
@@ -106,6 +109,17 @@ def read(source: str | Path) -> Head:
     config = config | inner if isinstance(inner, dict) else config
     renamed = {ours: shapes[name] for ours, name in names.items()}
     return Head(kind, str(source), config, renamed, file, names)
+
+
+def medusa_size(head: Head) -> tuple[int, int]:
+    """The number of heads, and of residual blocks in each."""
+    numbers = [tuple(map(int, name.split(".")[:2])) for name in head.shapes]
+    return 1 + max(h for h, _ in numbers), max(block for _, block in numbers)
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The states EAGLE-3's own code reads: numbers 2, L/2 and L - 3."""
+    return tuple(sorted(max(1, t) for t in (2, layers // 2, layers - 3)))
 
 
 def _our_name(name: str) -> str | None:
@@ -144,16 +158,19 @@ def _weights(source: str) -> Path:
     raise UserError(f"{source} has no weights ({looked}); point at a folder of {LAYOUTS}")
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a file, by their names there."""
     with refusing(f"cannot read {file.name}"):
         if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as opened:
+            with safe_open(file, "np") as opened:  # imports no torch
                 names = opened.keys()
                 return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
         return {name: tuple(t.shape) for name, t in _unpickled(file).items()}
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
+    import torch
+
     zipped = zipfile.is_zipfile(file)  # the format since torch 1.6; older files cannot be mapped
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
@@ -162,6 +179,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
             f"{file.name} is a pickle that holds more than tensors, or is broken, and is not "
             "loaded: convert it to safetensors"
         ) from e
-    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+    tensors = isinstance(content, dict) and content.values()
+    if tensors is False or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise UserError(f"{file.name} is not a dictionary of tensors")
     return content

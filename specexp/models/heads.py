@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from specexp.errors import UserError, refusing
 from specexp.models import head_files
+from specexp.models.head_files import default_taps, medusa_size
 from specexp.models.lm import Network, Unfused, among_all, product
 from specexp.ops import op
 
@@ -282,12 +283,6 @@ def _sizes(head: head_files.Head, config: Any) -> Iterator[tuple[str, int, int]]
     yield "vocabulary", config.vocab_size, head.config["vocab_size"]
 
 
-def medusa_size(head: head_files.Head) -> tuple[int, int]:
-    """The number of heads, and of residual blocks in each."""
-    numbers = [tuple(map(int, name.split(".")[:2])) for name in head.shapes]
-    return 1 + max(h for h, _ in numbers), max(block for _, block in numbers)
-
-
 def _shape(head: head_files.Head, config: Any) -> EagleShape:
     L, vocab = config.num_hidden_layers, head.config["vocab_size"]
     taps: tuple[int, ...] = (L,)
@@ -295,11 +290,6 @@ def _shape(head: head_files.Head, config: Any) -> EagleShape:
         vocab, taps = head.config.get("draft_vocab_size") or vocab, head.taps or default_taps(L)
     layer, fc_bias = layer_config(head.config), "fc.bias" in head.shapes
     return EagleShape(head.kind, layer, vocab, taps, fc_bias, head.norms)
-
-
-def default_taps(layers: int) -> tuple[int, ...]:
-    """The states EAGLE-3's own code reads: numbers 2, L/2 and L - 3."""
-    return tuple(sorted(max(1, t) for t in (2, layers // 2, layers - 3)))
 
 
 def _build(head: head_files.Head, config: Any, target: Any) -> Medusa | Eagle:

@@ -10,9 +10,11 @@ allocates anything. `free_memory` says how much there is.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float64")  # of weights, by their names in torch
+DEV = Path("/dev")
 PREFILL = 512  # tokens per row in one prefill pass
 
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # kinds that keep a state
@@ -142,6 +145,12 @@ def no_cuda() -> str:
     except (RuntimeError, AssertionError) as e:
         return f"no CUDA device is available ({first_line(e).rstrip('.')})"
     return "no CUDA device is available"
+
+
+def may_have_gpu() -> bool:
+    """Whether there may be a GPU that torch can use; on Linux, by the files of its driver."""
+    files = (path for kind in ("nvidia*", "nvhost*", "dxg", "kfd") for path in DEV.glob(kind))
+    return sys.platform != "linux" or any(files)
 
 
 def free_memory(device: torch.device | None) -> int:

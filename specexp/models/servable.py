@@ -61,7 +61,7 @@ def check_count(folder: Path, layers: int) -> None:
     """Refuse a folder with fewer tensors than layers, before a model so deep is built."""
     tensors = 0
     for file in folder.glob("*.safetensors"):
-        with refusing(f"cannot read {file}"), safe_open(file, "pt") as weights:
+        with refusing(f"cannot read {file}"), safe_open(file, "np") as weights:
             tensors += len(weights.keys())
     if tensors < layers and folder.is_dir():
         raise UserError(

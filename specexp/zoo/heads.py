@@ -20,7 +20,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specexp import fitting
 from specexp.errors import UserError
-from specexp.models.heads import LAYER, Eagle, EagleShape, Medusa, default_taps, layer_config, save
+from specexp.models.head_files import default_taps
+from specexp.models.heads import LAYER, Eagle, EagleShape, Medusa, layer_config, save
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import HEADS, HeadRecipe, insist_on_heads

@@ -37,11 +37,12 @@ class Known:
     file changes; `known.cached(f, x)`, if `on_disk`, also in the user's cache folder. A UserError
     or OSError that a function raises is remembered, too, but not on disk.
 
-    may_compile: an answer may wait for a compiler. `own_files`: the files of one's own code that
+    may_compile: an answer may wait for a compiler; None: nor is the machine asked what runs on it,
+    which takes torch. `own_files`: the files of one's own code that
     may run, None if they are not all known.
     """
 
-    def __init__(self, on_disk: bool = False, may_compile: bool = True) -> None:
+    def __init__(self, on_disk: bool = False, may_compile: bool | None = True) -> None:
         self.on_disk, self.may_compile = on_disk, may_compile
         self.own_files = None if on_disk else list[Path]()
         self._answers: dict[Any, tuple[Any, Exception | None]] = {}

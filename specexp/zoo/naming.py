@@ -75,6 +75,17 @@ def method_of(drafter: str) -> tuple[str, str] | None:
 def insist_on_drafter(drafter: str, target: str) -> None:
     """Raise UserError for a drafter that no file or module could be; for a draft model or heads
     that are not there; or if the zoo has none for this target and none are named."""
-    method, argument = method_of(drafter) or ("", "")
+    method, _ = method_of(drafter) or ("", "")
     if method in shelf.METHODS:
-        locate(argument or shelf.default_draft(target, method).name)
+        source_of(drafter, target)
+
+
+def source_of(drafter: str, target: str) -> str | None:
+    """The folder or hub id of the model or heads with which a shipped method drafts for this
+    target; None if it needs none. Raises UserError if there is none of that name, or none here."""
+    method, argument = method_of(drafter) or ("", "")
+    if method == "planted":
+        method, argument = "model", argument.partition(",")[2]
+    if method in shelf.METHODS or (method == "crossed" and argument):
+        return locate(argument or shelf.default_draft(target, method).name)
+    return None

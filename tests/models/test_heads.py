@@ -18,7 +18,8 @@ from specexp.drafters.medusa import MedusaHeads
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models import head_files
-from specexp.models.heads import check, default_taps, load, medusa_size, save
+from specexp.models.head_files import default_taps, medusa_size
+from specexp.models.heads import check, load, save
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
 from specexp.tree import Tree

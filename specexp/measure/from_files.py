@@ -1,0 +1,293 @@
+"""What the files of a model's folder decide by themselves, read without torch and transformers.
+
+This is for what occurs most: Llama and Qwen 3, tokenizers that are their tokenizer.json, heads of
+Medusa and EAGLE-3, drafters that ship. All here return None for anything else and anything strange:
+a field that is not listed, a size that does not fit, a hub id, 8-bit weights. Then `names` asks
+transformers, which also says what is wrong.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, wraps
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from specexp.fitting import Limits
+from specexp.measure import prompts
+from specexp.models import head_files, memory, servable
+from specexp.zoo import naming
+from specexp.zoo.known import Known
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}  # of a number
+TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # add nothing to tokenizer.json
+DRAWING = ("model", "early_exit", "medusa", "eagle")  # methods that sample their draft tokens
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+def _is(*types: type | None) -> Callable[[Any], bool]:
+    """Whether a value is of one of these types; None is for null."""
+    return lambda value: (None if value is None else type(value)) in types
+
+
+_flag, _text, _number, _id = _is(bool), _is(str), _is(int, float), _is(int, None)
+
+
+def _share(value: Any) -> bool:
+    return type(value) is float and 0 <= value <= 1
+
+
+def _rope(value: Any) -> bool:
+    """Whether this rotation is a usual one, without a limit of its own."""
+    value = value or {"rope_type": "default"}
+    return value["rope_type"] in ("default", "llama3") and all(
+        _number(v) and v > 0 for name, v in value.items() if name != "rope_type"
+    )
+
+
+_TOKENS: dict[str, Callable[[Any], bool]] = {
+    "bos_token_id": _id, "pad_token_id": _id, "unk_token_id": _id, "transformers_version": _text,
+    "eos_token_id": lambda v: _id(v) or (type(v) is list and all(map(_is(int), v))),
+}  # fmt: skip
+_CONFIG: dict[str, Callable[[Any], bool]] = _TOKENS | {
+    **dict.fromkeys(SIZES, lambda v: type(v) is int and v > 0),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_cache"), _flag),
+    **dict.fromkeys(("dtype", "torch_dtype"), lambda v: v in (*BYTES, "float16")),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _rope),
+    **dict.fromkeys(("sliding_window", "layer_types"), _is(None)),
+    "model_type": _text, "architectures": _is(list), "pretraining_tp": _is(int),
+    **dict.fromkeys(("_name_or_path", "_model_name_or_path"), _text),
+    "hidden_act": lambda v: v == "silu", "initializer_range": _share, "attention_dropout": _number,
+    "rms_norm_eps": _share, "rope_theta": _number, "max_window_layers": _is(int),
+    "use_sliding_window": lambda v: v is False,
+}  # fmt: skip
+_GENERATION: dict[str, Callable[[Any], bool]] = _TOKENS | {
+    **dict.fromkeys(("_from_model_config", "do_sample", "use_cache"), _flag),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), _flag),
+    "top_p": lambda v: _share(v) and v > 0,
+    "temperature": lambda v: _number(v) and v > 0, "top_k": lambda v: type(v) is int and v > 0,
+}  # fmt: skip
+_TOKENIZER: dict[str, Callable[[Any], bool]] = {
+    "tokenizer_class": lambda v: v in TOKENIZERS, "backend": lambda v: v == "tokenizers",
+    **dict.fromkeys(("clean_up_tokenization_spaces", "is_local", "local_files_only"), _flag),
+    "model_max_length": _number, "model_input_names": _is(list), "added_tokens_decoder": _is(dict),
+    **dict.fromkeys(("chat_template", "name_or_path", "padding_side"), _text),
+    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), _is(str, None)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A folder's `config`, of the fields SIZES, its `tokenizer`, a `tokenizers.Tokenizer`, and how
+    many `numbers` its weights are."""
+
+    folder: Path
+    config: Any
+    tokenizer: Any
+    numbers: int
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        return dict(self.tokenizer.get_vocab())
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """See `names.facts_of_target`."""
+        return {
+            "vocab": max(self.tokens.values()) + 1,
+            "reach": servable.context_length(self.config),
+            "context": servable.context_in_words(self.config),
+        }
+
+    def sizes(self, itemsize: int) -> dict[str, Any]:
+        """See `names._sizes`."""
+        buffers = 4 * self.config.head_dim  # rotary frequencies, twice
+        return memory.shape(self.config) | {
+            "described": str(self.folder), "itemsize": itemsize,
+            "weights": self.numbers * itemsize + buffers, "bfloat16": self.numbers * 2 + buffers,
+            "kv": memory.slot_bytes(self.config, itemsize), "state": 0, "state_by_node": 0,
+        }  # fmt: skip
+
+
+def _if_plain(read: Callable[P, R]) -> Callable[P, R | None]:
+    """None in place of whatever `read` raises over a file or name that is out of the ordinary."""
+
+    @wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return read(*args, **kwargs)
+        except Exception:  # of a library that reads a user's file: anything
+            return None
+
+    return reading
+
+
+def _insist(plain: bool) -> None:
+    if not plain:
+        raise ValueError
+
+
+@_if_plain
+def model(source: str) -> Model:
+    """The model in a folder."""
+    folder = Path(source)
+    servable.check_files(folder)
+    described = _read(folder / "config.json", _CONFIG)
+    servable.check_config_json(described, source)
+    _insist(described["architectures"] == [TYPES[described["model_type"]]])
+    if described["model_type"] == "llama":
+        described.setdefault(
+            "head_dim", described["hidden_size"] // described["num_attention_heads"]
+        )
+    config = SimpleNamespace(**{name: described[name] for name in SIZES})
+    _insist(config.hidden_size % config.num_attention_heads == 0)
+    if (folder / "generation_config.json").exists():
+        _read(folder / "generation_config.json", _GENERATION)
+    tokenizer, shapes = _tokenizer(folder), _weights(folder)
+    _insist(len(shapes) >= config.num_hidden_layers)
+    if described["tie_word_embeddings"]:
+        shapes.pop("lm_head.weight", None)
+    plain = Model(folder, config, tokenizer, sum(map(prod, shapes.values())))
+    _insist(plain.facts["vocab"] <= config.vocab_size)
+    return plain
+
+
+def _read(file: Path, known: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """The settings in a file, all of which have values that are known."""
+    settings: dict[str, Any] = json.loads(file.read_bytes())
+    _insist(all(known[name](value) for name, value in settings.items()))
+    return settings
+
+
+def _weights(folder: Path) -> Shapes:
+    """The shapes of a model's tensors."""
+    index, named = folder / "model.safetensors.index.json", {"model.safetensors"}
+    if index.exists():
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+    files = [*folder.glob("*.safetensors")]
+    _insist({file.name for file in files} == named)
+    return {name: shape for file in files for name, shape in head_files.shapes_in(file).items()}
+
+
+def _tokenizer(folder: Path) -> Any:
+    """A folder's tokenizer, if it is what its tokenizer.json says and nothing more."""
+    from tokenizers import AddedToken, Tokenizer
+
+    _insist(
+        not any((folder / f"{name}.json").exists() for name in ("added_tokens", "tokenizer.model"))
+    )
+    settings = _read(folder / "tokenizer_config.json", _TOKENIZER)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added = {str(id_): token for id_, token in tokenizer.get_added_tokens_decoder().items()}
+    for id_, token in settings.get("added_tokens_decoder", {}).items():
+        _insist(repr(AddedToken(**token)) == repr(added[id_]))
+    special = {v for name, v in settings.items() if name.endswith("_token") and v is not None}
+    if (beside := folder / "special_tokens_map.json").exists():
+        values = json.loads(beside.read_bytes()).values()
+        special |= {v if isinstance(v, str) else v["content"] for v in values}
+    _insist(special <= {token.content for token in added.values()})
+    _insist("tokenizer_class" in settings and tokenizer.post_processor is not None)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@_if_plain
+def chat(target: Model, prompt: prompts.Prompt) -> list[int]:
+    """See `feasible.facts_of_chat`, for a template that asks for nothing but the messages."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    del jinja.filters["tojson"]  # transformers has another
+    template = jinja.from_string((target.folder / "chat_template.jinja").read_text())
+    settings = json.loads((target.folder / "tokenizer_config.json").read_bytes())
+    special = {name: v for name, v in settings.items() if name.endswith("_token") and v is not None}
+    answers = prompts.answers_before_last(prompt)
+    messages = prompts.messages(prompt, answers)
+    text = template.render(
+        messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
+    )
+    _insist(messages[-1]["content"].strip() in text)
+    tokens = target.tokenizer.encode(text, add_special_tokens=False).ids
+    alike = (text, text.removeprefix(special.get("bos_token", "")))
+    _insist(bool(tokens) and tokens in [target.tokenizer.encode(same).ids for same in alike])
+    return [len(tokens), len(answers) - len(prompt.answers)]
+
+
+@_if_plain
+def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """See `names.facts_of_pairing`, for a sampling that is given."""
+    asked = dict(options)
+    target = known(model, known(naming.locate, asked["target"]))
+    method, argument = naming.method_of(asked["drafter"]) or ("", "")
+    source = naming.source_of(asked["drafter"], asked["target"])
+    _insist(target is not None and asked["sampling"] == "given")
+    used, itemsize = [target], BYTES[asked["dtype"] or "float32"]
+    limits: dict[str, Any] = {"draws": method in DRAWING}
+    if source and method in ("medusa", "eagle"):
+        limits |= _limits_of_heads(head_files.read(source), target.config, method)
+    elif method in ("model", "planted"):
+        draft = known(model, source)
+        _insist(draft is not None and draft.tokens == target.tokens)
+        _insist(method == "model" or 0 <= float(argument.partition(",")[0] or 0.8) <= 1)
+        used.append(draft)
+    elif method == "plain":
+        _insist(not argument)
+    else:
+        number = int(argument or {"recycle": 8}.get(method, 1))
+        most = {"early_exit": target.config.num_hidden_layers - 1}.get(method, number)
+        _insist(method in ("early_exit", "ngram", "recycle", "suffix") and 1 <= number <= most)
+        limits |= {"widest": number} if method == "recycle" else {}
+    made = Limits(**limits)
+    return {
+        "method": method,
+        "limits": {limit.name: getattr(made, limit.name) for limit in fields(Limits)},
+        "models": [one.sizes(itemsize) for one in used],
+    }
+
+
+def _limits_of_heads(head: head_files.Head, target: Any, method: str) -> dict[str, int]:
+    """The limits of heads that have every tensor that a drafter for this target reads, and no
+    other."""
+    E, V, L = target.hidden_size, target.vocab_size, target.num_hidden_layers
+    if method == "medusa":
+        heads, blocks = head_files.medusa_size(head)
+        one: Shapes = {f"{blocks}.weight": (V, E)}
+        for block in range(blocks):
+            one |= {f"{block}.linear.weight": (E, E), f"{block}.linear.bias": (E,)}
+        each = {f"{k}.{name}": shape for k in range(heads) for name, shape in one.items()}
+        _insist(head.kind == "medusa" and head.shapes == each)
+        return {"deepest": heads}
+    more = ("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta")
+    layer = {n: head.config[n] for n in (*SIZES, *more) if head.config.get(n) is not None}
+    _insist(all(_CONFIG[name](value) for name, value in layer.items()))
+    _insist((layer["hidden_size"], layer["vocab_size"]) == (E, V))
+    H, K = (layer["head_dim"] * layer[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    wide, few = layer["intermediate_size"], head.config.get("draft_vocab_size") or V
+    taps = head.taps or head_files.default_taps(L)
+    matrices = {
+        "midlayer.self_attn.q_proj": (H, 2 * E), "midlayer.self_attn.k_proj": (K, 2 * E),
+        "midlayer.self_attn.v_proj": (K, 2 * E), "midlayer.self_attn.o_proj": (E, H),
+        "midlayer.mlp.gate_proj": (wide, E), "midlayer.mlp.up_proj": (wide, E),
+        "midlayer.mlp.down_proj": (E, wide), "fc": (E, len(taps) * E), "lm_head": (few, E),
+    }  # fmt: skip
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    every: Shapes = {"d2t": (few,), "norm.weight": (E,)} | {
+        f"midlayer.{n}.weight": (E,) for n in norms
+    }
+    every |= {f"{name}.weight": shape for name, shape in matrices.items()}
+    _insist(head.kind == "eagle3" and head.shapes == every)
+    _insist({*head.norms} <= {"norm_before_residual"} and all(0 <= t <= L for t in taps))
+    return {}
