@@ -416,12 +416,12 @@ class _Finder:
 
 def _files(module: str, folder: Path) -> Iterator[Path]:
     """The files that importing a module from a folder runs; none of a module that is not there."""
+    at, endings = str(folder), ("/__init__.py", *EXTENSION_SUFFIXES, ".py")
     for part in module.split("."):
-        folder /= part
-        names = ("/__init__.py", *EXTENSION_SUFFIXES, ".py")
-        if path := next((p for end in names if os.path.isfile(p := f"{folder}{end}")), ""):
+        at += f"/{part}"
+        if path := next((p for end in endings if os.path.isfile(p := at + end)), ""):
             yield Path(path)
-        elif not folder.is_dir():
+        elif not os.path.isdir(at):
             return
 
 

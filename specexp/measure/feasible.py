@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from specexp import fitting, objects
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, first_line, refusing
 from specexp.measure import from_files, prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
@@ -212,11 +212,9 @@ def facts_of_chat(target: str, *prompt: Any) -> Answer:
 def _tokens_of(text: str, target: str, known: Known) -> int:
     """How many tokens the target has for a text. Raises UserError if there is none."""
     if text and (tokenizer := known(_tokenizer, target, known)):
-        try:
+        with suppress(UserError), refusing("it fails"):  # the target's own says what is wrong
             if tokens := len(tokenizer.encode(text)):
                 return tokens
-        except Exception:  # the target's own says what is wrong
-            pass
     from specexp import names
 
     return len(names.encode(known(names.read_target, target)[2], text))

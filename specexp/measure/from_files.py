@@ -8,6 +8,7 @@ transformers, which also says what is wrong.
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
 from math import prod
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+from specexp.errors import UserError, refusing
 from specexp.fitting import Limits
 from specexp.measure import prompts
 from specexp.models import head_files, memory, servable
@@ -28,6 +30,12 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}  # of a number
 TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # add nothing to tokenizer.json
 DRAWING = ("model", "early_exit", "medusa", "eagle")  # methods that sample their draft tokens
+ROPES: dict[str, set[str]] = {  # and what each takes besides its base
+    "default": set(),
+    "llama3": {
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+    },
+}  # fmt: skip
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
@@ -48,10 +56,12 @@ def _share(value: Any) -> bool:
 
 def _rope(value: Any) -> bool:
     """Whether this rotation is a usual one, without a limit of its own."""
-    value = value or {"rope_type": "default"}
-    return value["rope_type"] in ("default", "llama3") and all(
-        _number(v) and v > 0 for name, v in value.items() if name != "rope_type"
-    )
+    if value is None:
+        return True
+    others = {name: v for name, v in value.items() if name not in ("rope_type", "rope_theta")}
+    numbers = [value.get("rope_theta", 1e4), *others.values()]
+    usual = others.keys() == ROPES[value["rope_type"]]
+    return usual and all(_number(v) and v > 0 for v in numbers)
 
 
 _TOKENS: dict[str, Callable[[Any], bool]] = {
@@ -60,15 +70,15 @@ _TOKENS: dict[str, Callable[[Any], bool]] = {
 }  # fmt: skip
 _CONFIG: dict[str, Callable[[Any], bool]] = _TOKENS | {
     **dict.fromkeys(SIZES, lambda v: type(v) is int and v > 0),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_cache"), _flag),
+    **dict.fromkeys(("tie_word_embeddings", "use_cache"), _flag),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), lambda v: v is False),
     **dict.fromkeys(("dtype", "torch_dtype"), lambda v: v in (*BYTES, "float16")),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _rope),
-    **dict.fromkeys(("sliding_window", "layer_types"), _is(None)),
+    "sliding_window": _is(None), "layer_types": lambda v: {*(v or ())} <= {"full_attention"},
     "model_type": _text, "architectures": _is(list), "pretraining_tp": _is(int),
     **dict.fromkeys(("_name_or_path", "_model_name_or_path"), _text),
     "hidden_act": lambda v: v == "silu", "initializer_range": _share, "attention_dropout": _number,
     "rms_norm_eps": _share, "rope_theta": _number, "max_window_layers": _is(int),
-    "use_sliding_window": lambda v: v is False,
 }  # fmt: skip
 _GENERATION: dict[str, Callable[[Any], bool]] = _TOKENS | {
     **dict.fromkeys(("_from_model_config", "do_sample", "use_cache"), _flag),
@@ -123,10 +133,9 @@ def _if_plain(read: Callable[P, R]) -> Callable[P, R | None]:
 
     @wraps(read)
     def reading(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        try:
+        with suppress(UserError), refusing("strange"):  # libraries may raise anything
             return read(*args, **kwargs)
-        except Exception:  # of a library that reads a user's file: anything
-            return None
+        return None
 
     return reading
 
@@ -143,21 +152,22 @@ def model(source: str) -> Model:
     servable.check_files(folder)
     described = _read(folder / "config.json", _CONFIG)
     servable.check_config_json(described, source)
-    _insist(described["architectures"] == [TYPES[described["model_type"]]])
-    if described["model_type"] == "llama":
-        described.setdefault(
-            "head_dim", described["hidden_size"] // described["num_attention_heads"]
-        )
+    kind, E, H = (described[n] for n in ("model_type", "hidden_size", "num_attention_heads"))
+    if kind == "llama":
+        described.setdefault("head_dim", E // H)
     config = SimpleNamespace(**{name: described[name] for name in SIZES})
-    _insist(config.hidden_size % config.num_attention_heads == 0)
+    L, V, d = config.num_hidden_layers, config.vocab_size, config.head_dim
+    _insist(described["architectures"] == [TYPES[kind]] and E % H == d % 2 == 0)
+    _insist((described.get("pad_token_id") or 0) in range(V))
+    _insist(len(described.get("layer_types") or range(L)) == L)
     if (folder / "generation_config.json").exists():
         _read(folder / "generation_config.json", _GENERATION)
-    tokenizer, shapes = _tokenizer(folder), _weights(folder)
-    _insist(len(shapes) >= config.num_hidden_layers)
-    if described["tie_word_embeddings"]:
-        shapes.pop("lm_head.weight", None)
-    plain = Model(folder, config, tokenizer, sum(map(prod, shapes.values())))
-    _insist(plain.facts["vocab"] <= config.vocab_size)
+    keys = H + config.num_key_value_heads
+    layer = 2 * E * d * keys + 3 * E * config.intermediate_size + 2 * E + 2 * d * (kind == "qwen3")
+    numbers = V * E * (1 if described["tie_word_embeddings"] else 2) + L * layer + E
+    _insist(numbers == _numbers(folder))
+    plain = Model(folder, config, _tokenizer(folder), numbers)
+    _insist(plain.facts["vocab"] <= V)
     return plain
 
 
@@ -168,14 +178,14 @@ def _read(file: Path, known: Mapping[str, Callable[[Any], bool]]) -> dict[str, A
     return settings
 
 
-def _weights(folder: Path) -> Shapes:
-    """The shapes of a model's tensors."""
+def _numbers(folder: Path) -> int:
+    """How many numbers the tensors in a folder hold."""
     index, named = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists():
         named = set(json.loads(index.read_bytes())["weight_map"].values())
     files = [*folder.glob("*.safetensors")]
     _insist({file.name for file in files} == named)
-    return {name: shape for file in files for name, shape in head_files.shapes_in(file).items()}
+    return sum(prod(shape) for file in files for shape in head_files.shapes_in(file).values())
 
 
 def _tokenizer(folder: Path) -> Any:

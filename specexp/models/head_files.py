@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import snapshot_download
+import huggingface_hub  # imports a function when it is used
 from safetensors import safe_open
 
 from specexp import fitting
@@ -147,7 +147,8 @@ def _weights(source: str) -> Path:
         folder = Path(source)
         if not folder.is_dir():
             with refusing(f"cannot read the heads {source}"):
-                folder = Path(snapshot_download(source, allow_patterns=["config.json", pattern]))
+                wanted = ["config.json", pattern]
+                folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
         files = sorted(folder.glob(pattern))
         if len(files) == 1:
             return files[0]

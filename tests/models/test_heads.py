@@ -5,6 +5,7 @@ import fnmatch
 import json
 import shutil
 
+import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
@@ -250,7 +251,7 @@ def test_only_the_preferred_weight_file_is_downloaded(tmp_path, monkeypatch):
                 shutil.copy(file, here / file.name)
         return str(here)
 
-    monkeypatch.setattr(head_files, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     for number, best in enumerate(("model.safetensors", "heads.pt", "pytorch_model.bin")):
         here = tmp_path / f"cache {number}"
         here.mkdir()
