@@ -5,15 +5,20 @@ import os
 import subprocess
 import sys
 
+import pytest
 import typer.main
 from support.processes import HEAVY
 
 from specexp.commands import app
+from specexp.zoo import shelf
 
 CODE = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
 from specexp.commands import app
+from specexp.models import memory
+
+memory.may_have_gpu = lambda: True  # here or elsewhere
 
 lines, heavy, results = json.loads(sys.argv[1]), {*sys.argv[2:]}, []
 for words in lines:
@@ -105,3 +110,22 @@ def test_what_needs_no_model_imports_nothing_heavy():
     ):
         assert (code, err, heavy) == (0, "", []), line
         assert out, line
+
+
+GRIDS = sorted((shelf.CHECKOUT / "notebooks" / "grids").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("command", ["validate", "status"])
+def test_first_look_at_every_shipped_grid_imports_nothing_heavy(tmp_path, monkeypatch, command):
+    """In a store and a cache that are empty."""
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "store"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert len(GRIDS) > 10
+    results = ran([("grid", command, str(file)) for file in GRIDS])
+    for file, (code, out, err, heavy) in zip(GRIDS, results, strict=True):
+        assert heavy == [], file
+        if file.stem == "real":  # its models are fetched and trained first
+            assert (code, "specexp zoo fetch smollm2" in err) == (2, True)
+        else:
+            assert (code, err) == (0, ""), file
+            assert ("ready to run" if command == "validate" else "to do") in out
