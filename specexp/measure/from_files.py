@@ -205,7 +205,7 @@ def _tokenizer(folder: Path) -> Any:
         values = json.loads(beside.read_bytes()).values()
         special |= {v if isinstance(v, str) else v["content"] for v in values}
     _insist(special <= {token.content for token in added.values()})
-    _insist("tokenizer_class" in settings and tokenizer.post_processor is not None)
+    _insist("tokenizer_class" in settings)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
