@@ -5,6 +5,7 @@ Only names and numbers are compared, so that a plan is checked without importing
 
 import pkgutil
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,24 @@ class Limits:
     deepest: int = 1 << 30
     widest: int = 1 << 30
     slots: int = 1
+
+
+def limits_of(method: str, argument: str, layers: int) -> Limits | None:
+    """The limits of a drafter that ships, but for what its heads set. None for one that has to be
+    asked, and for an argument that it refuses. layers: of the target."""
+    numbered = {"early_exit": max(1, layers // 4), "ngram": 3, "recycle": 8, "suffix": 16}
+    if method in ("model", "eagle", "medusa"):
+        return Limits(draws=True)
+    if method == "plain":
+        return None if argument else Limits()
+    with suppress(ValueError):
+        if method == "planted" and 0 <= float(argument.partition(",")[0] or 0.8) <= 1:
+            return Limits()
+        if method in numbered and (number := int(argument or numbered[method])) > 0:
+            if method == "early_exit":
+                return Limits(draws=True) if number < layers else None
+            return Limits(widest=number) if method == "recycle" else Limits()
+    return None
 
 
 def fit(

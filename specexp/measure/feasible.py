@@ -299,7 +299,7 @@ def _check_memory(
         return max(needs, key=lambda need: need.total)
 
     most = need(batch)
-    if most.total <= min(LEAST, memory.free_memory(None)):
+    if known.on_disk and most.total <= min(LEAST, memory.free_memory(None)):
         return
     if most.total <= (free := _free_memory(params.get("device", "auto"), known)):
         return

@@ -9,18 +9,18 @@ transformers, which also says what is wrong.
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, wraps
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+from specexp import fitting
 from specexp.errors import UserError, refusing
-from specexp.fitting import Limits
 from specexp.measure import prompts
 from specexp.models import head_files, memory, servable
-from specexp.zoo import naming
+from specexp.zoo import naming, shelf
 from specexp.zoo.known import Known
 
 P = ParamSpec("P")
@@ -29,7 +29,6 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}  # of a number
 TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # add nothing to tokenizer.json
-DRAWING = ("model", "early_exit", "medusa", "eagle")  # methods that sample their draft tokens
 ROPES: dict[str, set[str]] = {  # and what each takes besides its base
     "default": set(),
     "llama3": {
@@ -192,9 +191,7 @@ def _tokenizer(folder: Path) -> Any:
     """A folder's tokenizer, if it is what its tokenizer.json says and nothing more."""
     from tokenizers import AddedToken, Tokenizer
 
-    _insist(
-        not any((folder / f"{name}.json").exists() for name in ("added_tokens", "tokenizer.model"))
-    )
+    _insist(not (folder / "added_tokens.json").exists())
     settings = _read(folder / "tokenizer_config.json", _TOKENIZER)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     added = {str(id_): token for id_, token in tokenizer.get_added_tokens_decoder().items()}
@@ -223,6 +220,9 @@ def chat(target: Model, prompt: prompts.Prompt) -> list[int]:
     del jinja.filters["tojson"]  # transformers has another
     template = jinja.from_string((target.folder / "chat_template.jinja").read_text())
     settings = json.loads((target.folder / "tokenizer_config.json").read_bytes())
+    _insist(
+        not (target.folder / "special_tokens_map.json").exists() | ("chat_template" in settings)
+    )
     special = {name: v for name, v in settings.items() if name.endswith("_token") and v is not None}
     answers = prompts.answers_before_last(prompt)
     messages = prompts.messages(prompt, answers)
@@ -237,49 +237,46 @@ def chat(target: Model, prompt: prompts.Prompt) -> list[int]:
 
 
 @_if_plain
-def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any] | None:
     """See `names.facts_of_pairing`, for a sampling that is given."""
     asked = dict(options)
     target = known(model, known(naming.locate, asked["target"]))
     method, argument = naming.method_of(asked["drafter"]) or ("", "")
     source = naming.source_of(asked["drafter"], asked["target"])
     _insist(target is not None and asked["sampling"] == "given")
+    limits = fitting.limits_of(method, argument, target.config.num_hidden_layers)
+    if not limits:
+        return None
     used, itemsize = [target], BYTES[asked["dtype"] or "float32"]
-    limits: dict[str, Any] = {"draws": method in DRAWING}
-    if source and method in ("medusa", "eagle"):
-        limits |= _limits_of_heads(head_files.read(source), target.config, method)
-    elif method in ("model", "planted"):
-        draft = known(model, source)
-        _insist(draft is not None and draft.tokens == target.tokens)
-        _insist(method == "model" or 0 <= float(argument.partition(",")[0] or 0.8) <= 1)
-        used.append(draft)
-    elif method == "plain":
-        _insist(not argument)
-    else:
-        number = int(argument or {"recycle": 8}.get(method, 1))
-        most = {"early_exit": target.config.num_hidden_layers - 1}.get(method, number)
-        _insist(method in ("early_exit", "ngram", "recycle", "suffix") and 1 <= number <= most)
-        limits |= {"widest": number} if method == "recycle" else {}
-    made = Limits(**limits)
+    roles = shelf.METHODS.get(method, ("draft",))
+    if source and "draft" not in roles:
+        _insist(Path(source).is_dir())
+        head = head_files.read(source)
+        _insist(head.kind in roles)
+        _check_heads(head, target.config)
+        if "eagle3" not in roles:
+            limits = replace(limits, deepest=head_files.medusa_size(head)[0])
+    elif source:
+        used.append(known(model, source))
+        _insist(used[1].tokens == target.tokens)
     return {
         "method": method,
-        "limits": {limit.name: getattr(made, limit.name) for limit in fields(Limits)},
+        "limits": {limit.name: getattr(limits, limit.name) for limit in fields(fitting.Limits)},
         "models": [one.sizes(itemsize) for one in used],
     }
 
 
-def _limits_of_heads(head: head_files.Head, target: Any, method: str) -> dict[str, int]:
-    """The limits of heads that have every tensor that a drafter for this target reads, and no
-    other."""
+def _check_heads(head: head_files.Head, target: Any) -> None:
+    """Insist that heads have every tensor that a drafter for this target reads, and no other."""
     E, V, L = target.hidden_size, target.vocab_size, target.num_hidden_layers
-    if method == "medusa":
+    if head.kind != "eagle3":
         heads, blocks = head_files.medusa_size(head)
         one: Shapes = {f"{blocks}.weight": (V, E)}
         for block in range(blocks):
             one |= {f"{block}.linear.weight": (E, E), f"{block}.linear.bias": (E,)}
         each = {f"{k}.{name}": shape for k in range(heads) for name, shape in one.items()}
-        _insist(head.kind == "medusa" and head.shapes == each)
-        return {"deepest": heads}
+        _insist(head.shapes == each)
+        return
     more = ("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta")
     layer = {n: head.config[n] for n in (*SIZES, *more) if head.config.get(n) is not None}
     _insist(all(_CONFIG[name](value) for name, value in layer.items()))
@@ -298,6 +295,5 @@ def _limits_of_heads(head: head_files.Head, target: Any, method: str) -> dict[st
         f"midlayer.{n}.weight": (E,) for n in norms
     }
     every |= {f"{name}.weight": shape for name, shape in matrices.items()}
-    _insist(head.kind == "eagle3" and head.shapes == every)
     _insist({*head.norms} <= {"norm_before_residual"} and all(0 <= t <= L for t in taps))
-    return {}
+    _insist(head.shapes == every)
