@@ -292,9 +292,13 @@ class Prices:
             self.read_s += min(load.read_s, 4 * self.dear(1.0) * priced)  # more is no reading
             self.priced_s += priced
             if (gamma or self.plain_rounds > self.calm) and seconds is not None:
-                rows = self._rows(load)
-                drafted = sum([s.drafted for s in steps]) if self.costs.packs else gamma * rows
-                predicted = self.costs.round_s(rows, gamma, load.context, drafted)
+                rows = drafting = self._rows(load)
+                drafted = gamma * rows
+                if self.costs.packs:
+                    drafting = sum([plan.depth(s.row) > 0 for s in steps])
+                    drafted = sum([s.drafted for s in steps])
+                predicted = self.costs.verify_s(rows, 1 + drafted / rows, load.context)
+                predicted += self.costs.draft_s(drafting, gamma, load.context) if gamma else 0.0
                 ratios[size_class(rows), gamma].append(seconds / predicted)
         for (size, gamma), each in ratios.items():
             self.of_size(size).observe(gamma, median(each), len(each))

@@ -1,5 +1,6 @@
 """Goodput chooses what pays by what it has seen: its parts one by one."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -145,6 +146,18 @@ def test_rows_in_prefill_are_not_priced(monkeypatch):
         policy.learn(load(2, *streams), plan, steps, 1.0)
     policy.digest()
     assert seen == [(1, pytest.approx(1.0 / seconds(rows, 1, token=1e-3)), 1) for rows in (2, 1)]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_rounds_in_which_few_rows_draft_are_priced_as_such(monkeypatch, packs):
+    seen, costs = [], table(packs=packs)
+    costs = replace(costs, draft=costs.draft * np.array(costs.batches)[:, None, None])
+    monkeypatch.setattr(Slowdown, "observe", lambda self, *known: seen.append(known))
+    policy, plan = Goodput(costs), Plan(Tree.chain(2), (2, 0, 0, 0))
+    steps = [Step(row, 2 * (row == 0), 0, 1) for row in range(4)]
+    policy.learn(load(4), plan, steps, costs.plan_s(plan.budget, 512))
+    policy.digest()
+    assert seen == [(2, pytest.approx(1.0), 1)]
 
 
 def test_slowdown_is_learned_by_size_class():
