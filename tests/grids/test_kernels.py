@@ -108,7 +108,7 @@ def test_modules_that_notebooks_import_are_preloaded(tmp_path):
     nb.cells.append(nbformat.v4.new_markdown_cell("import this"))
     nbformat.write(nb, tmp_path / "a.ipynb")
     assert notebooks.modules_of([tmp_path / "a.ipynb"] * 2) == (
-        "torch", "os.path", "specexp.api", "specexp.errors", "numpy", "json.*", "os.sep", "scipy",
+        "torch", "os.path", "specexp.api", "specexp.errors", "numpy", "scipy", "json.*", "os.sep",
         "specexp.api.build",
     )  # fmt: skip
 
