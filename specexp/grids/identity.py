@@ -148,7 +148,7 @@ def _parts(
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
     parts |= {"params": digest(params), "notebook": notebook.digest[:16]}
     if notebook.timed:
-        parts["processor"] = provenance.processor()  # quotas change without a trace in files
+        parts["processor"] = known(provenance.processor)  # quotas change without a trace in files
         parts["together"] = "yes" if together else "no"
     sources = sorted(known.cached(facts_of_model, source) for source in models)
     if sources:

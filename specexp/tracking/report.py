@@ -103,9 +103,10 @@ class Run:
     @cached_property
     def rounds(self) -> pd.DataFrame:
         """The logged table of rounds; empty if there is none that can be read."""
-        for place in ("tables", "."):  # older results have it beside their other files
+        beside = self.folder / "rounds.parquet"  # of older results
+        for file in filter(Path.is_file, (self.folder / "tables" / beside.name, beside)):
             with suppress(OSError, ValueError):
-                return pd.read_parquet(self.folder / place / "rounds.parquet")
+                return pd.read_parquet(file)
         return pd.DataFrame()
 
     @property
@@ -122,10 +123,10 @@ class Run:
         reasons = mlflow_view.doubts({"metrics": self.metrics, "tags": tags})
         if (drift := _drift(self.rounds)) > DRIFT:
             reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
-        numbers = [tags.get("load"), tags.get("threads")]
-        load, threads = pd.to_numeric(pd.Series(numbers), errors="coerce")
-        if tags.get("device") == "cpu" and load > threads + 1:
-            reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
+        with suppress(KeyError, ValueError):
+            load, threads = float(tags["load"]), float(tags["threads"])
+            if tags.get("device") == "cpu" and load > threads + 1:
+                reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
         if tags.get("together") == "yes":
             reasons.append("other points ran beside it")
         return reasons
