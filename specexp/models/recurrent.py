@@ -120,8 +120,7 @@ class States:
         self.window = scans.Window(batch, self.size, _columns(parts), device) if scanned else None
         self.most = room + refed if scanned else PREFILL  # tokens of a pass that is not at once
         self.start: int | None = None
-        self.before: Sequence[Tensor] = ()
-        self.after: Sequence[Tensor] = ()
+        self.before = self.after = torch.zeros(0)
 
     def aim(
         self, rows: slice, slots: Tensor, tokens: Tensor, visible: Branches | None, opens: bool,
@@ -139,9 +138,9 @@ class States:
             if start is not None:
                 self.window.based[rows] = slots[:, -1] + 1
                 last = torch.arange(-self.window.back, 0, device=slots.device)
-                self.before = [self.window.entries(rows, slots[:, :1] + last)[0]]
-                after = self.window.entries(rows, slots[:, -1:] + last + 1)[0]
-                self.after = [torch.where(after == NOTHING, NOWHERE, after)]
+                self.before = self.window.entries(rows, slots[:, :1] + last)
+                after = self.window.entries(rows, slots[:, -1:] + last + 1)
+                self.after = torch.where(after == NOTHING, NOWHERE, after)
             return
         parent = slots - 1
         if visible is not None:
@@ -151,8 +150,7 @@ class States:
             parent = torch.maximum(parent, root - 1)
         before = torch.where(parent < 0, NOTHING, entries_of(rows, parent, self.size))
         after = torch.where(tokens < 0, NOWHERE, entries_of(rows, slots, self.size))
-        self.before = before.t().contiguous().unbind()
-        self.after = after.t().contiguous().unbind()
+        self.before, self.after = before.t().contiguous(), after.t().contiguous()
 
     def read(self, module: int, node: int) -> State:
         """A copy of the states from which a node starts, or a text that is read at once."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType, MethodType
@@ -353,11 +352,12 @@ class Walk:
         self.known = own.keys() <= set(names)
         self.forward = replaced(module, own)
 
-    def aim(self, buffers: Parts, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """buffers: the module's states by entry. before, after: of each node of the next pass, the
-        entries [b] of its parent's states and of its own."""
+    def aim(self, buffers: Parts, before: Tensor, after: Tensor) -> None:
+        """buffers: the module's states by entry. before, after [n, b]: of each node of the next
+        pass, the entries of its parent's states and of its own."""
         self.buffers, self.before, self.after = buffers, before, after
 
+    @op
     def convolution(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None,
         activation: str | None = None, **_: Any,
@@ -370,6 +370,7 @@ class Walk:
             kept.index_copy_(0, after, columns[-1])
         return _summed(torch.stack(columns, 1), weight, bias, activation, -1).transpose(1, 2)
 
+    @op
     def recurrence(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
         z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
@@ -389,4 +390,5 @@ class Walk:
         y = torch.cat(read, -1)
         y = y if D is None else y + x * D[:, None]
         y = y if z is None else y * nn.functional.silu(z)
-        return (y.to(x.dtype), S) if return_last_state else y.to(x.dtype)
+        y = y.to(x.dtype)
+        return (y, y) if return_last_state else y  # in place of the state, which nobody reads

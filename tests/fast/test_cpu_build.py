@@ -294,6 +294,15 @@ BUGS = {
     "the first columns a token reads": ("(i + 1) * back - k", "i * back"),
     "taps in another order": ("* k + t]);", "* k + k - 1 - t]);"),
     "the bias of the first channels": ("load(bias + c)", "load(bias)"),
+    "columns of the parent's parent": ("memmove(to, from + 1", "memmove(to, from"),
+    "a column of another row": ("i % rows * down + i / rows", "i / rows * down + i % rows"),
+    "columns side by side by row": ("(i % rows * n + i / rows) * C;", "i * C;"),
+    "every token goes on from the text": ("(before[i] * H + h)", "(before[i % rows] * H + h)"),
+    "a state for its parent's": ("(after[i] * H + h)", "(before[i] * H + h)"),
+    "the step of another row": ("(row * H + h + u)", "(h + u)"),
+    "a step that only grows": ("(x > 0.0f ? x : none) - arrival", "x - arrival"),
+    "a write by the first row's key": ("load(B + token * K", "load(B + i / rows * K"),
+    "the skip of the first channels": ("load(D + h)", "load(D)"),
     "sums in another order": ("(q[0] + q[2]) + (q[1] + q[3])", "q[0] + q[1] + q[2] + q[3]"),
 }
 

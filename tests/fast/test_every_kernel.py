@@ -13,7 +13,7 @@ from specexp import engine, ops
 from specexp.drafters.suffix import Suffix
 from specexp.fast import fused, lighter
 from specexp.models import cache, heads, lm, load
-from specexp.models.scans import Scan
+from specexp.models.scans import Scan, Walk
 from specexp.recording import recorder_for
 from specexp.rules import Block, Reject
 from specexp.sampling import ACCEPT, TOKEN, Certain, Noise, Sampling, mix, ranked
@@ -29,6 +29,8 @@ SEEDS = {"cpu": 400, "cuda": 30, "interpreted": 30}  # of a GPU most are compile
 HANDED_OVER = (  # by modules
     cache.store, lighter.rotate, lighter.rms_norm, lighter.gated, fused.attention, lm.product,
 )  # fmt: skip
+SCANS = Scan.convolution, Scan._scan, Walk.convolution, Walk.recurrence
+COMPILED = lm.product, lm.spoil, *SCANS
 SLOWEST = {Noise.race, Noise.categorical, engine.judged, Suffix.propose}  # of the interpreted
 
 
@@ -104,10 +106,7 @@ def test_law_of_a_row_is_that_of_the_row_alone(cuts, monkeypatch):
     ("operation", "kernel"),
     [
         *(pytest.param(operation, "cuda", marks=pytest.mark.triton) for operation in HANDED_OVER),
-        *(
-            pytest.param(operation, "cpu", marks=pytest.mark.compiler)
-            for operation in (lm.product, lm.spoil, Scan.convolution, Scan._scan)
-        ),
+        *(pytest.param(operation, "cpu", marks=pytest.mark.compiler) for operation in COMPILED),
     ],
 )
 def test_kernel_refuses_what_its_reference_cannot_take(operation, kernel):

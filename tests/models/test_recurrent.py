@@ -61,7 +61,7 @@ def test_text_of_a_ragged_batch_is_that_of_transformers(family, kind, tree):
     assert right(engine(kind, tree, "match", family), family)
 
 
-@pytest.mark.parametrize("family", ["granite4", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["granite4", "jamba", "lfm2", "qwen3_5"])
 def test_text_in_float32_is_that_in_float64(family):
     """In which convolutions are torch's operations."""
     assert right(engine("self", "grown", "match", family, dtype=torch.float32), family)
@@ -221,8 +221,8 @@ def of_padding(self, rows, slots, tokens, visible, *rest):
 def not_rolled_back(self, rows, slots, tokens, visible, first, start=None):
     last = self.after[-1:]
     AIM(self, rows, slots, tokens, visible, first, start)
-    if start is None and last and last[0].shape == self.before[0].shape:
-        self.before = (*last, *self.before[1:])
+    if start is None and last.shape == self.before[:1].shape:
+        self.before = torch.cat([last, self.before[1:]])
 
 
 def of_what_was_rejected(self, place, slots, tokens):

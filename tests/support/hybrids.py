@@ -42,7 +42,7 @@ CONFIGS = {
     ),
     "jamba": lambda: JambaConfig(
         **SHAPE, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1,
-        mamba_d_state=4, mamba_dt_rank=4,
+        mamba_dt_rank=4,
     ),
     "mamba": lambda: MambaConfig(**SMALL, state_size=4, num_hidden_layers=2),
     "recurrent_gemma": lambda: RecurrentGemmaConfig(

@@ -28,7 +28,7 @@ from specexp.models import cache, lm
 from specexp.models.cache import SlotCache, Slots
 from specexp.models.lm import Forward
 from specexp.models.memory import Layer
-from specexp.models.scans import FIRST, Scan, Window
+from specexp.models.scans import FIRST, NOTHING, NOWHERE, Scan, Walk, Window
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, _signed
 from specexp.sequences import Draft, Sequences, Verdict
@@ -601,6 +601,44 @@ def scanned(dice: Dice) -> Case:
     return Case((scan, q, k, dice.odd(v), g, beta), changed, (1e-4, 1e-5))
 
 
+def walk_of(dice: Dice, name: str, kept: Tensor) -> tuple[Walk, int, int]:
+    """Tokens [b, n] of a Mamba 1 that go on from nothing, from a text or from one another; of its
+    states `kept`, of this name, padding keeps none, and the last tokens overwrite the first."""
+    n, text = dice.randint(1, 6), torch.arange(FIRST, len(kept), 5, device=dice.device)
+    entries = torch.stack([text * 0 + NOTHING, text, *(text + 1 + i % 4 for i in range(n))])
+    parents = torch.stack([dice.whole(0, i + 2, len(text)) for i in range(n)])
+    walk = Walk(torch.nn.Identity())
+    after = entries[2:].masked_fill(dice.uniform_(n, len(text)) < 0.1, NOWHERE)
+    walk.aim({(name, 0): kept}, entries.gather(0, parents), after)
+    return walk, len(text), n
+
+
+def stepped(dice: Dice) -> Case:
+    """Channels of which some fill no vector, in a part of wider rows."""
+    C, k, dtype = dice.choice([5, 16, 48]), dice.choice([2, 4, 4, 4]), dice.choice(KINDS)
+    kept = dice.normal(FIRST + 5 * dice.randint(1, 3), C, k).to(dtype)
+    walk, b, n = walk_of(dice, "conv", kept)
+    x = dice.normal(b, n, C + 3).to(dtype)[..., 3:].transpose(1, 2)
+    bias = dice.normal(C).to(dtype) if dice.often() else None
+    weight, activation = dice.normal(C, k).to(dtype), dice.choice(["silu", "silu", None, "gelu"])
+    args = walk, x, weight, bias, activation
+    return Case(args, lambda: [kept[NOTHING:]], COARSE[dtype])
+
+
+def walked(dice: Dice) -> Case:
+    """Steps of a Mamba 1 of which some are small, with or without what it may lack."""
+    dtype, H, K = dice.choice(KINDS), dice.choice([16, 48, 48, 5]), dice.choice([16, 16, 32, 4])
+    kept = dice.normal(FIRST + 5 * dice.randint(1, 3), H, K)
+    walk, b, n = walk_of(dice, "recurrent", kept)
+    dt, A = (3 * dice.normal(b, H, n) - 2).to(dtype), -4 * dice.uniform_(H, K)
+    x, z = (dice.normal(b, n, H + 3).to(dtype)[..., 3:].transpose(1, 2) for _ in range(2))
+    B, C = ((dice.normal(b, n, K) / K**0.5).to(dtype).transpose(1, 2) for _ in range(2))
+    D, bias = dice.normal(H), dice.normal(H)
+    more = (None, z, bias, True) if dice.random() < 0.1 else (D, z, bias, dice.random() < 0.9)
+    args = walk, x, dt, dice.odd(A), B, C, *more, True
+    return Case(args, lambda: [kept[NOTHING:]], COARSE[dtype])
+
+
 INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     sampling.likeliest: likeliest,
     sampling.ranked: ranked,
@@ -626,6 +664,8 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     lm.spoil: spoil,
     Scan.convolution: convolved,
     Scan._scan: scanned,
+    Walk.convolution: stepped,
+    Walk.recurrence: walked,
     lm.product: product,
     Slots.keep: keep,
     fused.attention: attention,

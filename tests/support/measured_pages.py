@@ -293,8 +293,7 @@ def layers() -> str:
         "\n| model | its layers | tokens before | float32 | bfloat16 |\n|---|---|---:|---|---|\n"
         f"{''.join(lines)}\n"
     ) + paragraph(
-        f"More than {MORE} clearly: {' and '.join(dict.fromkeys(clear['family']))}. The "
-        "recurrence of Mamba 1 runs node by node. "
+        f"More than {MORE} clearly: {' and '.join(dict.fromkeys(clear['family'])) or 'none'}. "
         f"Above {MORE}, but not clearly: {'; '.join(said) or 'none'}."
     )  # fmt: skip
 

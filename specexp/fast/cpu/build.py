@@ -43,7 +43,10 @@ FUNCTIONS = {  # by the file that has them
         "note", "places", "read", "until", "columns",
     ),
     "chance": ("law", "race", "addresses", "reject", "block"),
-    "scans": ("scan", "convolution_float32", "convolution_bfloat16"),
+    "scans": (
+        "scan", "convolution_float32", "convolution_bfloat16", "shift_float32", "shift_bfloat16",
+        "recurrence_float32", "recurrence_bfloat16",
+    ),
 }  # fmt: skip
 FILES = tuple(FUNCTIONS)
 WAITING = (

@@ -7,16 +7,6 @@
 #include <numeric>
 #include <vector>
 
-// -log(1 - u) for 0 < u < 1, relative error 2e-7; y and its rounding error as in FreeBSD's log1p.
-static inline vec arrival(vec u) {
-    const vec y = 1.0f - u, lost = (1.0f - y - u) * (1.0f + u);
-    const ints n = ((ints)y - 0x3f3504f3) >> 23; // y = 2^n (1 + f)
-    const vec whole = __builtin_convertvector(n, vec), f = (vec)((ints)y - (n << 23)) - 1.0f;
-    const vec s = f / (2.0f + f), z = s * s, w = z * z, half = f * f * 0.5f;
-    const vec p = z * (w * 0.28498786688f + 0.66666662693f) + w * (w * 0.24279078841f + 0.40000972152f);
-    return half - (s * (half + p) + (whole * 9.0580006145e-06f + lost)) - f - whole * 6.9313812256e-01f;
-}
-
 constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers worth several threads; numbers per task
 constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15;
 

@@ -18,7 +18,7 @@ from specexp.drafters import ngram, recycle, suffix
 from specexp.fast import cpu_replays, fused, fused_eagle, huge_pages
 from specexp.fast.cpu import build
 from specexp.models import lm
-from specexp.models.scans import FIRST, Scan
+from specexp.models.scans import FIRST, Scan, Walk
 from specexp.sampling import ACCEPT, RESIDUAL, Noise, Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
@@ -379,3 +379,49 @@ def scan(
     y, no_rate = torch.empty(b, n, H, V), [0] * (beta is None)
     build.functions().scan(*shape, *how, *seen, *given, *no_rate, *kept, state, y)
     return y
+
+
+@compiled(Walk.convolution)
+def shift(
+    self: Walk, x: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Of four columns; inputs may be strided, but for the weight."""
+    run, kept = of_dtype("shift", x), self.buffers["conv", 0]
+    (b, C, n), part = x.shape, [] if bias is None else [bias]
+    if run is None or activation not in (None, "silu") or C % 16 or self.before.shape != (n, b):
+        return NotImplemented
+    if not kept.shape[1:] == weight.shape == (C, 4) or any(y.shape != (C,) for y in part):
+        return NotImplemented
+    if not packed(x.dtype, kept, weight, *part) or x.stride(1) != 1:
+        return NotImplemented
+    y = torch.empty(b, n, C, dtype=x.dtype)
+    shape = b, n, C, x.stride(0), x.stride(2), activation == "silu"
+    run(*shape, self.before, self.after, x, weight, 0 if bias is None else bias, kept, y)
+    return y.transpose(1, 2)
+
+
+@compiled(Walk.recurrence)
+def recurrence(
+    self: Walk, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    return_last_state: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    """Inputs may be strided; of states [H, K] of multiples of 16, with all that a Mamba has."""
+    run, kept = of_dtype("recurrence", x), self.buffers["recurrent", 0]
+    if run is None or D is None or z is None or delta_bias is None or not delta_softplus:
+        return NotImplemented
+    (b, H, n), K = x.shape, kept.shape[2]
+    fit = x.shape == dt.shape == z.shape and B.shape == C.shape == (b, K, n) and H % 16 == 0
+    fit &= A.shape == kept.shape[1:] == (H, K) and D.shape == delta_bias.shape == (H,)
+    if not fit or K % 16 or self.before.shape != (n, b):
+        return NotImplemented
+    given = [y.transpose(1, 2).contiguous() for y in (x, B, C, z)]
+    given.insert(1, dt.contiguous())
+    if not packed(x.dtype, *given) or not floats(A, D, delta_bias, kept):
+        return NotImplemented
+    y = torch.empty_like(given[0])
+    shape = b, n, H, K, torch.get_num_threads()
+    run(*shape, self.before, self.after, *given, A, D, delta_bias, kept, y)
+    y = y.transpose(1, 2)
+    return (y, y) if return_last_state else y

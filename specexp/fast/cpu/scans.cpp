@@ -150,6 +150,16 @@ static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t fold
     }
 }
 
+static inline vec silu(vec x) { return x / (1.0f + exponential(-x)); }
+
+// Ends a convolution, whose sums of the channels from c on are y.
+template <typename num>
+static inline void finish(vec y, int64_t c, const num *bias, int64_t gated, num *out) {
+    if (bias) y += load(bias + c);
+    if (gated) y = silu(y);
+    store(y, out + c);
+}
+
 // Scan.convolution of x [rows, n, C], whose rows and tokens lie `down` and `right` apart; weight [C, k];
 // bias [C] or null; columns [rows, n, back]: the entries that a token reads, of which the last k count.
 // C >= LANES.
@@ -166,14 +176,84 @@ static void convolution(int64_t rows, int64_t n, int64_t C, int64_t k, int64_t b
             for (int64_t u = 0; u < LANES; u++) taps[t * LANES + u] = wide(weight[(c + u) * k + t]);
         for (int64_t i = 0; i < rows * n; i++) {
             const int64_t *column = columns + (i + 1) * back - k;
-            vec y = bias ? load(bias + c) : vec{};
+            vec y = {};
             for (int64_t t = 0; t < k; t++) y += load(&taps[t * LANES]) * load(kept + column[t] * C + c);
-            if (gated) y = y / (1.0f + exponential(-y));
-            for (int64_t u = 0; u < LANES; u++) narrow(y[u], out + i * C + c + u);
+            finish(y, c, bias, gated, out + i * C);
         }
     }
+}
+
+constexpr int TAPS = 4; // columns that a Mamba 1 reads
+
+// Walk.convolution of x [rows, n, C], laid out as above; weight [C, TAPS]. A token reads the columns
+// [C, TAPS] at its entry of `before` [n, rows], but for the first, and its own: these it keeps at its
+// entry of `after`. C is a multiple of LANES.
+template <typename num>
+static void shift(int64_t rows, int64_t n, int64_t C, int64_t down, int64_t right, int64_t gated,
+                  const int64_t *before, const int64_t *after, const num *x, const num *weight,
+                  const num *bias, num *kept, num *out) {
+    for (int64_t c = 0; c < C; c += LANES) {
+        float taps[LANES * TAPS] = {}, own_tap[LANES], products[LANES * TAPS], y[LANES];
+        for (int64_t u = 0; u < LANES; u++) {
+            const num *of = weight + (c + u) * TAPS;
+            for (int64_t t = 1; t < TAPS; t++) taps[u * TAPS + t] = wide(of[t - 1]);
+            own_tap[u] = wide(of[TAPS - 1]);
+        }
+        for (int64_t i = 0; i < rows * n; i++) {
+            const num *own = x + i % rows * down + i / rows * right + c;
+            const num *from = kept + (before[i] * C + c) * TAPS;
+            num *to = kept + (after[i] * C + c) * TAPS;
+            for (int64_t j = 0; j < LANES * TAPS; j++) products[j] = wide(from[j]) * taps[j];
+            for (int64_t u = 0; u < LANES; u++) {
+                const float *of = products + u * TAPS;
+                y[u] = of[1] + of[2] + of[3];
+            }
+            memmove(to, from + 1, (LANES * TAPS - 1) * sizeof *to);
+            for (int64_t u = 0; u < LANES; u++) to[u * TAPS + TAPS - 1] = own[u];
+            num *at = out + (i % rows * n + i / rows) * C;
+            finish(load(y) + load(own) * load(own_tap), c, bias, gated, at);
+        }
+    }
+}
+
+// Walk.recurrence: x, z, out [rows, n, H], dt [rows, H, n], A [H, K], B, C [rows, n, K], D and bias [H].
+// A token goes on from the state [H, K] at its entry of `before` [n, rows] and keeps its own at that of
+// `after`. H and K are multiples of LANES.
+template <typename num>
+static void recurrence(int64_t rows, int64_t n, int64_t H, int64_t K, int64_t threads, const int64_t *before,
+                       const int64_t *after, const num *x, const num *dt, const num *B, const num *C,
+                       const num *z, const float *A, const float *D, const float *bias, float *states,
+                       num *out) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t h = 0; h < H; h += LANES)
+        for (int64_t i = 0; i < n * rows; i++) {
+            const int64_t row = i % rows, token = row * n + i / rows, at = token * H + h;
+            const float *from = states + (before[i] * H + h) * K;
+            float *to = states + (after[i] * H + h) * K;
+            vec step, y;
+            for (int64_t u = 0; u < LANES; u++) step[u] = wide(dt[(row * H + h + u) * n + i / rows]);
+            step = softplus(step + load(bias + h));
+            const vec given = load(x + at), write = step * given;
+            for (int64_t u = 0; u < LANES; u += 4) {
+                vec read[4] = {};
+                each<4>([&](auto v) {
+                    for (int64_t k = 0, j = (u + v) * K; k < K; k += LANES, j += LANES) {
+                        const vec S = exponential(load(A + h * K + j) * step[u + v]) * load(from + j) +
+                                      write[u + v] * load(B + token * K + k);
+                        *(vec *)(to + j) = S;
+                        read[v] += S * load(C + token * K + k);
+                    }
+                });
+                ((vec4 *)&y)[u / 4] = sums(read);
+            }
+            store((y + given * load(D + h)) * silu(load(z + at)), out + at);
+        }
 }
 
 CALLED(scan, scan)
 CALLED(convolution_float32, convolution<float>)
 CALLED(convolution_bfloat16, convolution<bfloat16>)
+CALLED(shift_float32, shift<float>)
+CALLED(shift_bfloat16, shift<bfloat16>)
+CALLED(recurrence_float32, recurrence<float>)
+CALLED(recurrence_bfloat16, recurrence<bfloat16>)

@@ -60,6 +60,12 @@ static inline void narrow(float x, bfloat16 *p) {
     p->bits = x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+static inline void store(vec v, float *p) { *(vec *)p = v; }
+static inline void store(vec v, bfloat16 *p) { // as `narrow`
+    const ints bits = (ints)v, none = {}, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    *(shorts *)p = __builtin_convertvector(v != v ? none + 0x7fc0 : rounded, shorts);
+}
+
 static inline vec4 folded(vec v) {
     const half_vec half = ((half_vec *)&v)[0] + ((half_vec *)&v)[1];
     return LANES == 8 ? *(vec4 *)&half : ((vec4 *)&half)[0] + ((vec4 *)&half)[1];
@@ -94,6 +100,22 @@ static inline vec exponential(vec x) {
     p = p * x + 5.0000001201e-1f;
     p = (p * x * x + x + 1.0f) * (vec)((n + 127) << 23);
     return small ? none : p;
+}
+
+// -log(1 - u) for 0 < u < 1, relative error 2e-7; y and its rounding error as in FreeBSD's log1p.
+static inline vec arrival(vec u) {
+    const vec y = 1.0f - u, lost = (1.0f - y - u) * (1.0f + u);
+    const ints n = ((ints)y - 0x3f3504f3) >> 23; // y = 2^n (1 + f)
+    const vec whole = __builtin_convertvector(n, vec), f = (vec)((ints)y - (n << 23)) - 1.0f;
+    const vec s = f / (2.0f + f), z = s * s, w = z * z, half = f * f * 0.5f;
+    const vec p = z * (w * 0.28498786688f + 0.66666662693f) + w * (w * 0.24279078841f + 0.40000972152f);
+    return half - (s * (half + p) + (whole * 9.0580006145e-06f + lost)) - f - whole * 6.9313812256e-01f;
+}
+
+// log(1 + exp(x)), relative error 4e-7.
+static inline vec softplus(vec x) {
+    const vec none = {};
+    return (x > 0.0f ? x : none) - arrival(-exponential(x > 0.0f ? -x : x));
 }
 
 // The first index of the largest of w [size], or of a NaN if there is one.
