@@ -135,13 +135,16 @@ class Costs:
         return self.verify_s(batch, 1, context)
 
     def round_s(
-        self, batch: float, gamma: float, context: float, drafted: float | None = None
-    ) -> float:
+        self, batch: float, gamma: int, context: float, drafted: float | None = None,
+        drafting: float | None = None,
+    ) -> float:  # fmt: skip
         """A round of gamma draft tokens a row; gamma 0 is a plain step, without the drafter.
-        drafted: draft tokens of all rows that are verified, by default all of them."""
-        drafting = self.draft_s(batch, gamma, context) if gamma else 0.0
+        drafted: draft tokens of all rows that are verified, by default all of them; drafting: rows
+        for which the drafter drafts, by default all."""
+        rows = batch if drafting is None else drafting
+        draft_s = self.draft_s(rows, gamma, context) if gamma else 0.0
         tokens = 1 + (gamma if drafted is None else drafted / batch)
-        return drafting + self.verify_s(batch, tokens, context)
+        return draft_s + self.verify_s(batch, tokens, context)
 
     def upto(self, deepest: int) -> Costs:
         """This table without longer drafts than that."""
@@ -167,8 +170,7 @@ class Costs:
         if not self.packs:
             return self.round_s(len(budget), deepest, context)
         rows, drafted = sum(g >= 0 for g in budget), sum(g for g in budget if g > 0)
-        drafting = self.draft_s(sum(g > 0 for g in budget), deepest, context) if deepest else 0.0
-        return drafting + self.verify_s(rows, 1 + drafted / rows, context)
+        return self.round_s(rows, deepest, context, drafted, sum(g > 0 for g in budget))
 
     def prefill_s(self, length: float) -> float:
         """The target's prefill of so many tokens."""

@@ -222,8 +222,8 @@ class EngineRows:
         return self._window(self.desk, 1, slots - self.slack)
 
     def _copy_text(self, row: int) -> None:
-        """Copy a row's tokens and what is known of them to the desk."""
-        for part in (self.seqs.tokens, self.seqs.length, self.seqs.limit, self.seqs.stream):
+        """Copy a row's tokens and their number, which are all that is read there, to the desk."""
+        for part in (self.seqs.tokens, self.seqs.length):
             part[self.desk] = part[row]
 
     def _move_from_desk(self, lm: LM, row: int, slots: int) -> None:

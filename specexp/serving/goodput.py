@@ -297,8 +297,7 @@ class Prices:
                 if self.costs.packs:
                     drafting = sum([plan.depth(s.row) > 0 for s in steps])
                     drafted = sum([s.drafted for s in steps])
-                predicted = self.costs.verify_s(rows, 1 + drafted / rows, load.context)
-                predicted += self.costs.draft_s(drafting, gamma, load.context) if gamma else 0.0
+                predicted = self.costs.round_s(rows, gamma, load.context, drafted, drafting)
                 ratios[size_class(rows), gamma].append(seconds / predicted)
         for (size, gamma), each in ratios.items():
             self.of_size(size).observe(gamma, median(each), len(each))
