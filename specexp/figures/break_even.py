@@ -1,7 +1,7 @@
 """Figures of the cost table and of the break-even maps that follow from it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,23 +96,19 @@ def _gflops(costs: Costs, tokens: Any, seconds: Any) -> Any:
 
 
 def speedup_map(
-    costs: Costs,
-    samples: pd.DataFrame,
-    contexts: Sequence[int] | None = None,
-    compared: pd.DataFrame | None = None,
+    costs: Costs, samples: pd.DataFrame, compared: pd.DataFrame | None = None
 ) -> Figure:
     """Predicted speedup at each batch and draft length of the table, at the acceptance of
     `samples`, one panel a context; the whiskers are where it is 1, over prompts. In brackets:
     measured speedups from `break_even.compare`, in the panel of the nearest context."""
-    contexts = contexts or costs.contexts
-    acceptance = pooled(samples).conditional
+    contexts, acceptance = costs.contexts, pooled(samples).conditional
     maps = [_grid(costs, lambda b, g, c=c: costs.speedup(b, g, acceptance, c)) for c in contexts]
     most = max(1.05, *(max(m.max(), 1 / m.min()) for m in maps))
     measured: dict[tuple[int, int, int], str] = {}
     for row in [] if compared is None else compared.to_dict("records"):
         near = min(contexts, key=lambda context: abs(context - row["context"]))
         measured[near, row["batch"], row["gamma"]] = f"\n[{row['speedup']:.2f}x]"
-    with _maps(costs, contexts) as (figure, every):
+    with _maps(costs) as (figure, every):
         for axes, context, values in zip(every, contexts, maps, strict=True):
             notes = [[measured.get((context, b, g), "") for b in costs.batches]
                      for g in costs.gammas[1:]]  # fmt: skip
@@ -148,20 +144,19 @@ def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
     )
 
 
-def alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
+def alpha_map(costs: Costs) -> Figure:
     """The acceptance probability from which on drafting pays, at each batch and draft length of
-    the table, one panel a context; it follows from costs alone. In
-    grey, never: it would not pay at any."""
-    contexts = contexts or costs.contexts
-    with _maps(costs, contexts) as (figure, every):
-        for axes, context in zip(every, contexts, strict=True):
+    the table, one panel a context; it follows from costs alone. In grey, never: it would not pay
+    at any."""
+    with _maps(costs) as (figure, every):
+        for axes, context in zip(every, costs.contexts, strict=True):
             values = _grid(costs, lambda b, g, c=context: break_even_alpha(costs, b, g, c))
             axes.set_facecolor("#b0b0b0")
             possible = np.ma.masked_greater(values, 1 - 1e-9)
             _paint(axes, possible, "{:.2f}", cmap="crest", vmin=0, vmax=1)
             for y, x in np.argwhere(np.ma.getmaskarray(possible)):
                 axes.text(x, y, "never", ha="center", va="center", fontsize=9)
-        alphas = [break_even_alpha(costs, b, 1, contexts[0]) for b in costs.batches]
+        alphas = [break_even_alpha(costs, b, 1, costs.contexts[0]) for b in costs.batches]
         cheap, dear = min(alphas), alphas[-1]
         until = f"from {dear:.2f}" if dear < 1 else "never"
         style.title(figure,
@@ -173,11 +168,11 @@ def alpha_map(costs: Costs, contexts: Sequence[int] | None = None) -> Figure:
 
 
 @contextmanager
-def _maps(costs: Costs, contexts: Sequence[int]) -> Iterator[tuple[Figure, list[Axes]]]:
+def _maps(costs: Costs) -> Iterator[tuple[Figure, list[Axes]]]:
     """A panel a context, batches across and draft lengths up."""
     size = 0.8 + 0.75 * len(costs.batches), 2 + 0.6 * len(costs.gammas)
-    with style.panels(len(contexts), *size, sharey=True) as (figure, every):
-        for axes, context in zip(every, contexts, strict=True):
+    with style.panels(len(costs.contexts), *size, sharey=True) as (figure, every):
+        for axes, context in zip(every, costs.contexts, strict=True):
             axes.grid(False)
             axes.set_xticks(range(len(costs.batches)), [str(b) for b in costs.batches])
             axes.set_yticks(range(len(costs.gammas) - 1), [str(g) for g in costs.gammas[1:]])

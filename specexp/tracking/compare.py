@@ -1,6 +1,5 @@
 """Finished runs side by side as a table. Runs nothing."""
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from specexp.terminal import ROWS
 from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
-NAMED = ("params.drafter", "params.policy")  # in every table, even if all runs share them
+NAMED = ("drafter", "policy")  # in every table, even if all runs share them
 GROUPS = frozenset((
     "acceptance", "category", "category_ci", "cost", "costs", "counts", "exact", "fleet", "goodput",
     "latency", "load", "map", "memory", "regret", "served", "simulated", "speedup", "tax",
@@ -90,11 +89,12 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
     of_one = runs.get("experiment", pd.Series("", runs.index))
-    for column in (c for c in runs if c.startswith("params.")):
-        values = runs[column].groupby(of_one).agg(lambda part: part.nunique(dropna=False))
-        if column in NAMED or (values > 1).any():
-            part = view if column in NAMED else differing
-            part[column.removeprefix("params.")] = runs[column].fillna("").astype(str)
+    for name in _named("params", runs):
+        column = runs[f"params.{name}"]
+        values = column.groupby(of_one).agg(lambda part: part.nunique(dropna=False))
+        if name in NAMED or (values > 1).any():
+            part = view if name in NAMED else differing
+            part[name] = column.fillna("").astype(str)
     for fact in (f for f in provenance.FACTS if f"tags.{f}" in runs):
         differing[fact] = _differing(runs[f"tags.{fact}"])
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x", "speedup/ci")
@@ -117,11 +117,9 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
     view["exact"] = exact.mask(lossy, "lossy")
     view["exact to"] = _metric(runs, "exact/detectable_tv", "TV {:.2f}")
-    figures = view.drop(
-        columns=["experiment", *_names(NAMED), *differing, "exact"], errors="ignore"
-    )
+    figures = view.drop(columns=["experiment", *NAMED, *differing, "exact"], errors="ignore")
     answered = figures.astype(bool).any(axis=1).groupby(of_one).transform("any")
-    metrics = _names(c for c in runs if c.startswith("metrics."))
+    metrics = _named("metrics", runs)
     more: dict[str, pd.Series] = {}
     for name in metrics:
         if name.rpartition("_")[0] in metrics and name.endswith(("_low", "_high")):
@@ -132,15 +130,14 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 
-def _names(columns: Iterable[str]) -> list[str]:
-    """The names of these parameters or metrics."""
-    return [column.partition(".")[2] for column in columns]
+def _named(kind: str, runs: pd.DataFrame, mark: str = ".") -> list[str]:
+    """The names of the runs' `params` or `metrics`."""
+    return [column.partition(mark)[2] for column in runs if column.startswith(f"{kind}{mark}")]
 
 
 def categories(runs: pd.DataFrame) -> list[str]:
     """The categories of prompts whose acceptance rate was logged."""
-    logged = [column for column in runs if column.startswith("metrics.category/")]
-    return sorted(column.partition("/")[2] for column in logged)
+    return sorted(_named("metrics.category", runs, "/"))
 
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:

@@ -168,11 +168,9 @@ class Backend:
 
     # --- the database ----------------------------------------------------------------------------
 
-    def prepare(self, had_runs: bool = False) -> None:
+    def prepare(self) -> None:
         """Create the database if there is none, and check that it can be read. One process at a
-        time may do so. `had_runs`: it had some, so an empty one is damaged.
-
-        Raises UserError if its folder is missing, StoreUnreachable, StoreCorrupt.
+        time may do so. Raises UserError if its folder is missing, StoreUnreachable, StoreCorrupt.
         """
         if self.served:
             return
@@ -181,8 +179,6 @@ class Backend:
         _configure(self.uri)  # what is known depends on variables of the environment
         empty = self.empty()
         with self.reaching():
-            if empty and had_runs:
-                raise self.damaged("is empty or gone")
             if empty and self.file:
                 _create(self.file)
             if not self.file:

@@ -28,10 +28,9 @@ CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
 WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 44, "tags.`answer`": 170}  # in pixels
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
-FIGURES = (
-    "acceptance/rate", "acceptance/length", "speedup/measured", "speedup/predicted",
-    "throughput/tok_s", "latency/ttft_p95_ms", "latency/tpot_p95_ms", "goodput/share",
-    "regret/worst", "fleet/replicas", "exact/pass", "exact/detectable_tv",
+FIGURES = (  # columns where none of ANSWERS was logged
+    "acceptance/length", "speedup/predicted", "throughput/tok_s", "latency/ttft_p95_ms",
+    "latency/tpot_p95_ms", "goodput/share", "exact/pass", "exact/detectable_tv",
 )  # fmt: skip
 BARS = (
     "acceptance/rate", "acceptance/length", "speedup/measured", "throughput/tok_s",

@@ -103,10 +103,9 @@ class Run:
     @cached_property
     def rounds(self) -> pd.DataFrame:
         """The logged table of rounds; empty if there is none that can be read."""
-        beside = self.folder / "rounds.parquet"  # of older results
-        for file in filter(Path.is_file, (self.folder / "tables" / beside.name, beside)):
-            with suppress(OSError, ValueError):
-                return pd.read_parquet(file)
+        file = self.folder / "tables" / "rounds.parquet"
+        with suppress(OSError, ValueError):
+            return pd.read_parquet(file) if file.is_file() else pd.DataFrame()
         return pd.DataFrame()
 
     @property
@@ -211,9 +210,43 @@ def newest(folders: Iterable[Path]) -> list[Run]:
 def answer(part: Sequence[Run]) -> str:
     """What came out, in words: the best run with its interval and number of prompts, and which
     others are not certainly worse. Intervals are widened (Bonferroni) for the best of several."""
-    if answering := _answering(part):
-        return _best(*answering)
-    return "No speedup or acceptance rate was logged; the table below has what was."
+    if not (answering := _answering(part)):
+        return "No speedup or acceptance rate was logged; the table below has what was."
+    answer, having = answering
+    many, best = len(having), having[0]
+    low, high = _interval(answer, best, many)
+    has_interval = low < high
+    text = f"{best.label}: {answer.figure(best.metrics[answer.metric], low, high)}{answer.words}"
+    if best.prompts:
+        text += f" over {counted(best.prompts, 'prompt')}"
+    text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
+    if not has_interval:
+        text += ", without an interval, so nothing is certain"
+    elif _doubtful(answer, best):
+        text += ": a doubtful timing"
+    elif answer.even is not None:
+        clear = "certainly faster" if low > answer.even else "certainly slower"
+        text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
+    for metric, words in BESIDE.items():
+        if metric in best.metrics:
+            text += f"; {words.format(best.metrics[metric])}"
+    if many == 1:
+        return f"{text}."
+    sure = [run for run in having if not _doubtful(answer, run)]
+    if not sure:
+        return f"{text}. None of the {many} runs is called the best, as all timings are doubtful."
+    if len(sure) == 1:
+        return f"{text}. The timings of {counted(many - 1, 'other run')} are doubtful."
+    text += f". It is the best of {len(sure)} runs"
+    text += f", besides {many - len(sure)} of doubtful timings" * (len(sure) < many)
+    if not has_interval:
+        return f"{text}."
+    others = ((run.label, *_interval(answer, run, many)) for run in sure if run is not best)
+    close = [label for label, least, most in others if most >= low and least <= high]
+    rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
+    return f"{text}, and its interval is widened for that; " + (
+        f"not certainly better than {rest}." if close else "certainly better than the others."
+    )
 
 
 def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer, list[Run]] | None:
@@ -252,43 +285,6 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
         for run, each in zip(having, ranges, strict=True)
     ]  # fmt: skip
     return rows, None if answer.even is None else place(answer.even)
-
-
-def _best(answer: mlflow_view.Answer, having: Sequence[Run]) -> str:
-    many, best = len(having), having[0]
-    low, high = _interval(answer, best, many)
-    has_interval = low < high
-    text = f"{best.label}: {answer.figure(best.metrics[answer.metric], low, high)}{answer.words}"
-    if best.prompts:
-        text += f" over {counted(best.prompts, 'prompt')}"
-    text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
-    if not has_interval:
-        text += ", without an interval, so nothing is certain"
-    elif _doubtful(answer, best):
-        text += ": a doubtful timing"
-    elif answer.even is not None:
-        clear = "certainly faster" if low > answer.even else "certainly slower"
-        text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
-    for metric, words in BESIDE.items():
-        if metric in best.metrics:
-            text += f"; {words.format(best.metrics[metric])}"
-    if many == 1:
-        return f"{text}."
-    sure = [run for run in having if not _doubtful(answer, run)]
-    if not sure:
-        return f"{text}. None of the {many} runs is called the best, as all timings are doubtful."
-    if len(sure) == 1:
-        return f"{text}. The timings of {counted(many - 1, 'other run')} are doubtful."
-    text += f". It is the best of {len(sure)} runs"
-    text += f", besides {many - len(sure)} of doubtful timings" * (len(sure) < many)
-    if not has_interval:
-        return f"{text}."
-    others = ((run.label, *_interval(answer, run, many)) for run in sure if run is not best)
-    close = [label for label, least, most in others if most >= low and least <= high]
-    rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
-    return f"{text}, and its interval is widened for that; " + (
-        f"not certainly better than {rest}." if close else "certainly better than the others."
-    )
 
 
 def _interval(answer: mlflow_view.Answer, run: Run, many: int) -> tuple[float, float]:

@@ -215,12 +215,8 @@ def client() -> Any:
 def initialise() -> None:
     """Create the database if it is missing, else check that it can be read. One process at a time
     may do so (`results.claim_or_wait`). Raises StoreUnreachable, StoreCorrupt."""
-    backend().prepare(had_runs=had_runs())
-
-
-def had_runs() -> bool:
-    """Whether runs are tracked in the store's own database, and anything was published to it."""
-    return own() and any(results.root().glob(f"results/*/{results.MARKER}"))
+    has_database()
+    backend().prepare()
 
 
 def experiment_id(name: str) -> str:
@@ -397,7 +393,7 @@ def has_database() -> bool:
     StoreCorrupt if it has lost the one it had, or StoreUnreachable."""
     if not backend().empty():
         return True
-    if had_runs():
+    if own() and any(results.root().glob(f"results/*/{results.MARKER}")):
         raise backend().damaged("is empty or gone")
     return False
 

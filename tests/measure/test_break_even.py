@@ -318,14 +318,13 @@ def series_of(series):
 def test_maps_draw_any_table(table, tmp_path):
     compared = break_even.compare(table, SAMPLES, throughputs(table, 1.1))
     drawn = [
-        figures.break_even.cost_curves(table), figures.break_even.alpha_map(table, [64]),
+        figures.break_even.cost_curves(table), figures.break_even.alpha_map(table),
         figures.break_even.speedup_map(table, SAMPLES, compared=compared),
-        figures.break_even.speedup_map(table, SAMPLES, [64]),
     ]  # fmt: skip
     for figure in drawn:
         figure.savefig(tmp_path / "figure.png")
         assert figure.get_suptitle()
-    assert [len(f.axes) for f in drawn] == [2, 1, 2, 1]
+    assert [len(f.axes) for f in drawn] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("law", "said"), [
@@ -363,7 +362,7 @@ def test_title_says_where_it_pays():
 
 def test_every_cell_and_scale_of_the_maps_can_be_read():
     table = planted(draft=1.0)  # nothing pays
-    [axes] = figures.break_even.alpha_map(table, [64]).axes
+    axes, _ = figures.break_even.alpha_map(table).axes
     assert [text.get_text() for text in axes.texts] == ["never"] * (
         len(table.batches) * len(table.gammas[1:])
     )

@@ -59,7 +59,8 @@ def committed(name, metrics, drafter="ngram", tags=None, rounds=None, markdown="
     cells = [{"cell_type": "markdown", "source": markdown}]
     (attempt / "notebook.ipynb").write_text(json.dumps({"cells": cells}))
     table = pd.DataFrame({"question_id": [1, 2, 3, 3]}) if rounds is None else rounds
-    table.to_parquet(attempt / "rounds.parquet")
+    (attempt / "tables").mkdir()
+    table.to_parquet(attempt / "tables" / "rounds.parquet")
     (attempt / "figures").mkdir()
     figure = plt.figure(figsize=(1, 1))
     figure.savefig(attempt / "figures" / "speedup.png", dpi=20)

@@ -82,22 +82,20 @@ class Exactness:
 
     @property
     def metrics(self) -> dict[str, float]:
-        drawn = {
-            "exact/detectable_tv": self.detectable,
-            "exact/detectable_tv_row": self.detectable_in_row,
-            "exact/bias": max((check.bias for check in self.checks), default=0.0),
+        metrics = {
+            "exact/pass": float(self.bugs == 0 and not self.lossy),
+            "exact/ties": float(self.ties),
+            "exact/bugs": float(self.bugs),
+            "exact/tokens": float(self.tokens),
+            "exact/alone": float(self.alone),
         }
-        return (
-            {
-                "exact/pass": float(self.bugs == 0 and not self.lossy),
-                "exact/ties": float(self.ties),
-                "exact/bugs": float(self.bugs),
-                "exact/tokens": float(self.tokens),
-                "exact/alone": float(self.alone),
+        if self.checks:
+            metrics |= {
+                "exact/detectable_tv": self.detectable,
+                "exact/detectable_tv_row": self.detectable_in_row,
+                "exact/bias": max(check.bias for check in self.checks),
             }
-            | (drawn if self.checks else {})
-            | ({"exact/remembers": 1.0} if self.remembers else {})
-        )
+        return metrics | ({"exact/remembers": 1.0} if self.remembers else {})
 
     def __str__(self) -> str:
         differing = sum(d.kind == "bug" for d in self.divergences)
