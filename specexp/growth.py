@@ -49,13 +49,13 @@ class Level:
 Step = Callable[[Level], Tensor]  # returns logits [B, n, V] of the token after each node
 
 
-def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng | None) -> Draft:
+def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng) -> Draft:
     """Draft a tree level by level.
 
-    The children of a node are drawn from `sampling`'s distribution of its logits; at temperature 0,
-    or without `rng`, they are the most likely tokens. A tree with a `width` is grown by confidence
-    and never drawn. The memo [b, N] of the draft has the place (see `Level`) of each node that was
-    fed, and any number for the others."""
+    The children of a node are drawn from `sampling`'s distribution of its logits; at temperature 0
+    they are the most likely tokens. A tree with a `width` is grown by confidence and never drawn.
+    The memo [b, N] of the draft has the place (see `Level`) of each node that was fed, and any
+    number for the others."""
     if tree.width and tree.depth:
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device
@@ -70,7 +70,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng |
         fed = seqs.drafting(tokens, depth)
         logits = step(Level(depth, here, fed, rank, nodes.ancestors[:, here]))
         width = max(tree.degrees[here])
-        if rng is None or sampling.temperature == 0:
+        if sampling.temperature == 0:
             picked = ranked(logits, width)
         else:
             laws.append(sampling.law(logits))

@@ -25,15 +25,13 @@ from specexp.tree import Tree
 
 
 class DraftModel(Drafter):
-    """Draws children from the draft model's distribution under `sampling`; at temperature 0, or if
-    `chosen`, takes the most likely tokens."""
+    """Draws children from the draft model's distribution under `sampling`, which need not be the
+    target's; at temperature 0 takes the most likely tokens."""
 
     reads = True
 
-    def __init__(self, lm: LM, sampling: Sampling, chosen: bool = False) -> None:
-        self.lm, self.sampling = lm, sampling
-        self.chosen = chosen or sampling.temperature == 0
-        self.draws = not self.chosen
+    def __init__(self, lm: LM, sampling: Sampling) -> None:
+        self.lm, self.sampling, self.draws = lm, sampling, sampling.temperature > 0
         self.name = lm.name
         self.models: tuple[LM, ...] = (lm,)
         lm.refed = 1  # `propose` feeds the token before the root again
@@ -56,7 +54,7 @@ class DraftModel(Drafter):
                 return self.lm.follow(rows, 2)
             return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
-        return grow(seqs, tree, step, self.sampling, None if self.chosen else rng)
+        return grow(seqs, tree, step, self.sampling, rng)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         if not draft.nodes.is_chain:

@@ -144,7 +144,7 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
     draft = of_module(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
     if kind == "crossed":
         return Crossed(draft, TokenMap(Alphabet(0), Alphabet(5), V), law)
-    model = DraftModel(draft, law, chosen=kind == "chosen")
+    model = DraftModel(draft, Sampling() if kind == "chosen" else law)
     return Planted(0.7, target, model, law, seed, 4) if kind == "planted" else model
 
 

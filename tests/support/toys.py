@@ -150,7 +150,7 @@ def toy_engine(
         "ngram": NGram(2),
         "scripted": Scripted(V),
         "drawn": DraftModel(drafting, sampling),
-        "chosen": DraftModel(drafting, sampling, chosen=True),
+        "chosen": DraftModel(drafting, Sampling()),
     }
     target = of_module(Toy(V, p, 1, blind, dtype), "target")
     return Engine(target, made[drafter], Fixed(Tree.chain(0)), sampling, rule, seed, eos)
