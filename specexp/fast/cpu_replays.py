@@ -145,7 +145,7 @@ class _CompiledReplay:
     def __init__(self, calls: Sequence[build.CompiledCall]) -> None:
         code = build.library()
         assert code is not None
-        self.code, self.calls, self.count = code.rounds, calls, len(calls)
+        self.code, self.calls, self.count = code.files["rounds"], calls, len(calls)
         pairs = (x for call in calls for x in (call.function, addressof(call.numbers)))
         self.list = (c_void_p * (2 * len(calls)))(*pairs)
         self.first = addressof(self.list)

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -36,19 +37,7 @@ FOLDER = Path(__file__).parent
 MULTIPLY_ADD = "-ffp-contract=fast", "--param=avoid-fma-max-bits=0"
 FLAGS = ("-std=c++17", "-O3", "-march=native", *MULTIPLY_ADD, "-fopenmp", "-shared", "-fPIC")
 LONGEST_S = 300  # for one file
-FUNCTIONS = {  # by the file that has them
-    "passes": ("product_float32", "product_bfloat16"),
-    "rounds": (
-        "likeliest", "ranked", "spoil", "follow", "commit", "report", "lookup", "vote", "recall",
-        "note", "places", "read", "until", "columns",
-    ),
-    "chance": ("law", "race", "addresses", "reject", "block"),
-    "scans": (
-        "scan", "convolution_float32", "convolution_bfloat16", "shift_float32", "shift_bfloat16",
-        "recurrence_float32", "recurrence_bfloat16",
-    ),
-}  # fmt: skip
-FILES = tuple(FUNCTIONS)
+FILES = ("passes", "rounds", "chance", "scans")
 WAITING = (
     f"compiling kernels for this CPU, once a machine: {len(FILES)} files of at most {LONGEST_S} s "
     "each (SPECEXP_NATIVE=off does without, slower)"
@@ -107,12 +96,9 @@ def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
 
 
 class Library(NamedTuple):
-    """The compiled files, and the functions of all of them by name."""
+    """The compiled files, and the functions of all of them, by name."""
 
-    passes: CDLL
-    rounds: CDLL
-    chance: CDLL
-    scans: CDLL
+    files: dict[str, CDLL]
     functions: Any
 
 
@@ -130,7 +116,7 @@ def state() -> str:
         return "no C++ compiler: torch's operations"
     if not (code := _loaded()):
         return "does not compile: torch's operations"
-    paths = (Path(part._name) for part in code[: len(FILES)])
+    paths = (Path(file._name) for file in code.files.values())
     files = b"".join(file.read_bytes() for file in paths if file.exists())
     return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
 
@@ -152,17 +138,15 @@ def _loaded() -> Library | None:
     waiting.daemon = True
     waiting.start()
     try:
-        parts = {x: CDLL(str(_built(FOLDER / f"{x}.cpp"))) for x in FILES}
-        functions: dict[str, Function] = {}
-        rounds = parts["rounds"]
-        parts["passes"].spent_ns.restype = c_int64
+        files = {x: CDLL(str(_built(FOLDER / f"{x}.cpp"))) for x in FILES}
+        rounds = files["rounds"]
+        files["passes"].spent_ns.restype = c_int64
         rounds.replay.restype, rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
         rounds.replay_rounds.restype = c_int64
         numbers = c_int64, c_double, c_int64, c_int64
         rounds.replay_rounds.argtypes = c_int64, c_void_p, *numbers, *[c_void_p] * 3
-        for part, names in FUNCTIONS.items():
-            functions |= {name: Function(parts[part], name) for name in names}
-        return Library(**parts, functions=SimpleNamespace(**functions))
+        functions = {name: Function(code, name) for x, code in files.items() for name in _names(x)}
+        return Library(files, SimpleNamespace(**functions))
     except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as e:
         output = getattr(e, "stderr", None) or str(e)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -173,8 +157,13 @@ def _loaded() -> Library | None:
         waiting.cancel()
 
 
+def _names(file: str) -> list[str]:
+    """The functions of a file that Python calls."""
+    return re.findall(r"^CALLED\((\w+)", (FOLDER / f"{file}.cpp").read_text(), re.MULTILINE)
+
+
 def functions() -> Any:
-    """The compiled functions by name, but for whole passes; None if there is no compiled code."""
+    """The compiled functions by name; None if there is no compiled code."""
     code = _loaded()
     return code and code.functions
 

@@ -135,10 +135,10 @@ def of(fused: Any) -> Native | None:
     if 2 * len(fused.frequencies) != fused.layers[0].head_dim:
         return None
     code = library()
-    return Native(fused, code.passes) if code else None
+    return Native(fused, code.files["passes"]) if code else None
 
 
 def passes_s() -> float:
     """Seconds spent in compiled passes so far, in this process."""
     code = library()
-    return float(code.passes.spent_ns()) / 1e9 if code else 0.0
+    return float(code.files["passes"].spent_ns()) / 1e9 if code else 0.0
