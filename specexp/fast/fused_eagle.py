@@ -5,8 +5,6 @@ embeddings beside them. If that does not apply, or its logits differ from the mo
 the module is run as it is.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ with kernels instead, wherever on a probe they give what the module's own code g
 reads a row by its length, as in fused passes, and no mask is made.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -23,20 +23,9 @@ from specexp.errors import UserError
 from specexp.models.head_files import default_taps
 from specexp.models.heads import LAYER, Eagle, EagleShape, Medusa, layer_config, save
 from specexp.models.load import load, read_tokenizer
-from specexp.zoo import files, shelf
+from specexp.zoo import files, shelf, train
 from specexp.zoo.recipes import HEADS, HeadRecipe, insist_on_heads
 from specexp.zoo.rows import Documents, Rows, Texts, encode, read
-from specexp.zoo.train import (
-    GIVEN,
-    Loss,
-    can_compile,
-    check_device,
-    continued,
-    fingerprint,
-    fit,
-    mixed,
-    trained_on,
-)
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
 Predictions = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
@@ -74,13 +63,13 @@ def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
     return EagleShape(recipe.kind, layer, vocab, (L,))
 
 
-def loss_of(predictions: Predictions, device: str) -> Loss:
+def loss_of(predictions: Predictions, device: str) -> train.Loss:
     """Soft cross-entropy summed over drafted positions, position i with the weight DECAY**i.
 
     Tokens outside the draft vocabulary do not contribute."""
 
     def loss(batch: Tensor) -> Tensor:
-        with mixed(device):
+        with train.mixed(device):
             parts = []
             for i, (logits, p) in enumerate(predictions(batch)):
                 log_q = logits.float().log_softmax(-1)
@@ -95,7 +84,7 @@ def accuracy(predictions: Predictions, rows: Tensor, device: str) -> list[float]
     """For each drafted position, how often the most likely token is the target's.
 
     rows [B, T + 1]; where there is a draft vocabulary, the target's most likely token in it."""
-    with mixed(device):
+    with train.mixed(device):
         same = (logits.argmax(-1) == p.argmax(-1) for logits, p in predictions(rows))
         return [float(hits.float().mean()) for hits in same]
 
@@ -164,7 +153,7 @@ def train_heads(
     last = Path(target).name
     if fitting.split(str(target))[1]:
         raise UserError(f"{last}: heads are trained on unquantised weights; leave out +int8")
-    check_device(device)
+    train.check_device(device)
     work = work or shelf.store() / "zoo"
     recipe = HEADS[kind].quick() if quick else HEADS[kind]
     tokenizer = read_tokenizer(target)
@@ -174,11 +163,11 @@ def train_heads(
             "end with: set its eos_token"
         )
     model = load(target, last, "float32", device)
-    train, held_out, corpus = _documents(text, tokenizer, quick)
+    learnt, held_out, corpus = _documents(text, tokenizer, quick)
     net = model.module
-    documents = [d for name, part in train.items() if name != "echoes" for d in part]
+    documents = [d for name, part in learnt.items() if name != "echoes" for d in part]
     count = 8 if quick else 512
-    train["continued"] = continued(model, documents, count, work, tokenizer.eos_token_id)
+    learnt["continued"] = train.continued(model, documents, count, work, tokenizer.eos_token_id)
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts))
     predictions = predictions_of(head, net, recipe.unroll)
@@ -192,12 +181,13 @@ def train_heads(
         return rates
 
     losses: list[float] = []
-    aim = recipe.unroll, fingerprint(net)
+    aim = recipe.unroll, train.fingerprint(net)
     name = f"{last}-{kind}"
     for course in recipe.courses:
         loss, look_on = loss_of(predictions, device), partial(look, len(losses))
-        losses += fit(name, course, Rows(train, course.repeats), work, head, loss, device,
-                      not quick and can_compile(device), watch=look_on, aim=aim)  # fmt: skip
+        losses += train.fit(name, course, Rows(learnt, course.repeats), work, head, loss, device,
+                            not quick and train.can_compile(device), watch=look_on,
+                            aim=aim)  # fmt: skip
     rates = look(len(losses), 0, float(np.mean(losses[-20:])))
     figures = {
         name: {f"at_{i}": round(rate, 4) for i, rate in enumerate(each, 1)}
@@ -210,7 +200,7 @@ def train_heads(
         "parameters": sum(p.numel() for p in head.parameters()),
         "layers": recipe.heads if kind == "medusa" else 1, "width": model.config.hidden_size,
         "held_out": figures,
-        "trained": trained_on(recipe.courses, losses, recipe.seed, corpus=corpus),
+        "trained": train.trained_on(recipe.courses, losses, recipe.seed, corpus=corpus),
     }  # fmt: skip
     with files.whole(folder) as unfinished:
         save(unfinished, head.to(torch.bfloat16), of, net.config.architectures or ())
@@ -230,13 +220,13 @@ def _documents(
         texts: Texts = corpus.small() if quick else corpus.gather()
     else:
         texts = read(text)
-    train, held_out = (
+    learnt, held_out = (
         {kind: encode(tokenizer, pieces) for kind, pieces in side.items()}
         for side in (texts.train, texts.held)
     )
-    if not any(len(document) > GIVEN for kind in train.values() for document in kind):
+    if not any(len(document) > train.GIVEN for kind in learnt.values() for document in kind):
         raise UserError(f"{text} is too short to learn from: give it a few thousand characters")
-    return train, held_out, texts.facts
+    return learnt, held_out, texts.facts
 
 
 def _rows(documents: Documents, device: str, rows: int = 16, length: int = 256) -> Tensor:

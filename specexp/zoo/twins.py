@@ -20,8 +20,6 @@ the same weights), plain and speculative output diverge at near ties sooner than
 above 0.95 depends on the kernels. Use float32 where that matters.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

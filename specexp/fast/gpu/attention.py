@@ -8,8 +8,6 @@ by its own slots, a tree from its root on by the table of its ancestors, and wha
 windows is not read.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

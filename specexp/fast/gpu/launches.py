@@ -5,8 +5,6 @@ while the one before it ends (CUDA's programmatic dependent launch). Triton's ow
 `next_power_of_2` are made for kernels, and take 5 microseconds of the host.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -11,8 +11,6 @@ finish combines what all have found. So one row, too, keeps a GPU busy, and a pa
 The reference sorts the vocabulary; here the least exponent is found digit by digit.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import e, inf, log2
 from typing import Any

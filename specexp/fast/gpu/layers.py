@@ -5,8 +5,6 @@ each, of two microseconds whatever their size. Numbers are float32 inside and ro
 written.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The kernels of a GPU: captured rounds, joined matrices, and Triton's kernels where it is."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

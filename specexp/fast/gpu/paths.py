@@ -1,7 +1,5 @@
 """The path that a round keeps of a tree of draft tokens, found by one program a row."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ A matrix with few outputs is split along its depth, too, so that the whole GPU r
 program of a block of outputs sums the parts, or the kernel that adds the residual and norms it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

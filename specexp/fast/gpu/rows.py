@@ -4,8 +4,6 @@ A program owns a row (of `keep_kernel`, a key head of it; of `block_max_kernel`,
 each operation is one launch; the references take up to dozens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ residual of p, and of what is left of q, once it was refused. Of Block the one n
 the next one: token, chosen, and the weight of the prefix up to this node. `place`: a node of B * N.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

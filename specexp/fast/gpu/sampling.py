@@ -9,8 +9,6 @@ The K largest lie in the K groups of tokens whose own largest are the largest. S
 that is written, and the last program of a row reads the tokens of K groups again.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
