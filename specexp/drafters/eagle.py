@@ -92,10 +92,6 @@ def prepare(request: Request) -> Prepared:
     """`eagle:NAME`: a folder or hub id of EAGLE-1, 2 or 3 weights; without a name, the zoo's."""
     head = read(request.source(request.method, request.argument))
     check(head, request.config, request.target, "eagle", "eagle3")
-
-    def make(target: LM) -> EagleLayer:
-        net = load(head, target.module)
-        assert isinstance(net, Eagle)
-        return EagleLayer(net, target, request.sampling)
-
-    return Prepared(make, draws=True)
+    return Prepared(
+        lambda target: EagleLayer(load(head, target.module), target, request.sampling), draws=True
+    )

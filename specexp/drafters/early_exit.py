@@ -17,6 +17,7 @@ from specexp.errors import UserError, counted, refusing
 from specexp.growth import Level, grow
 from specexp.models.lm import LM
 from specexp.models.load import of_module
+from specexp.models.scans import twin
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences
 from specexp.tree import Tree
@@ -47,7 +48,7 @@ class EarlyExit(Drafter):
 
 
 def first_layers(module: Any, layers: int) -> Any:
-    """A view of the model with only its first `layers` layers: weights are shared, not copied.
+    """The model with only its first `layers` layers: weights are shared, not copied.
 
     Raises UserError if the model does not hold its layers in an nn.ModuleList.
     """
@@ -59,23 +60,15 @@ def first_layers(module: Any, layers: int) -> Any:
             f"early_exit cannot leave {type(module).__name__}: it has no list of its {L} layers: "
             "use another drafter"
         )
-    *above, name = lists[0].split(".")
-    parts = [top := _shallow(module)]
-    for within in above:
-        parts.append(_shallow(getattr(parts[-1], within)))
-        setattr(parts[-2], within, parts[-1])
+    *within, name = lists[0].split(".")
+    top = twin(module)
+    parts = [top.get_submodule(".".join(within[:depth])) for depth in range(len(within) + 1)]
     setattr(parts[-1], name, getattr(parts[-1], name)[:layers])
     config = copy.copy(module.config)
     config.num_hidden_layers = layers
     for part in parts:
         part.config = config
     return top
-
-
-def _shallow(module: nn.Module) -> Any:
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)
-    return twin
 
 
 def prepare(request: Request) -> Prepared:

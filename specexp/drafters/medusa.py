@@ -60,8 +60,6 @@ def prepare(request: Request) -> Prepared:
     heads, _ = medusa_size(head)
 
     def make(target: LM) -> MedusaHeads:
-        net = load(head, target.module)
-        assert isinstance(net, Medusa)
-        return MedusaHeads(net, target, request.sampling)
+        return MedusaHeads(load(head, target.module), target, request.sampling)
 
     return Prepared(make, draws=True, deepest=heads)

@@ -299,9 +299,10 @@ def _build(head: head_files.Head, config: Any, target: Any) -> Medusa | Eagle:
     return Eagle(_shape(head, config), embed, target and target.get_output_embeddings())
 
 
-def load(head: head_files.Head, target: Any) -> Medusa | Eagle:
-    """Heads with their weights, in the dtype and on the device of `target`, a transformers model.
-    Call `check` first. Raises UserError for weights that are not finite or a wrong d2t."""
+def load(head: head_files.Head, target: Any) -> Any:
+    """A Medusa or an Eagle with its weights, in the dtype and on the device of `target`, a
+    transformers model. Call `check` first. Raises UserError for weights that are not finite or a
+    wrong d2t."""
     net = _build(head, target.config.get_text_config(), target)
     tensors = head.tensors()
     embedding = tensors.pop(EMBED, None)  # its own, in place of the target's
