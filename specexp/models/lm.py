@@ -19,19 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specexp.errors import UserError
-from specexp.models import memory
+from specexp.models import memory, recurrent
 from specexp.models.cache import SlotCache, bias_by_position, count_by_position, window_by_layer
 from specexp.models.memory import PREFILL, layers
 from specexp.models.processors import unprocessed
-from specexp.models.recurrent import (
-    States,
-    Stepwise,
-    examine,
-    spans,
-    state_bytes,
-    stepwise,
-    twin,
-)
 from specexp.models.servable import context_length
 from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict, until
@@ -58,15 +49,13 @@ class Network(Protocol):
     """
 
     @property
-    def parts(self) -> tuple[Stepwise, ...]:
+    def parts(self) -> tuple[recurrent.Stepwise, ...]:
         """What stands for its modules that have states (recurrent.py)."""
-        ...
 
     @property
     def by_length_up_to(self) -> int:
         """Passes of up to this many tokens read each row by its length, so that they take no
         longer in a larger window; 0: every pass reads all slots of the window, under a mask."""
-        ...
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
@@ -122,7 +111,7 @@ class Unfused:
     its modules that have states; `attends`: it takes positions and a mask."""
 
     module: Any
-    parts: tuple[Stepwise, ...] = ()
+    parts: tuple[recurrent.Stepwise, ...] = ()
     attends: bool = True
     by_length_up_to = 0
 
@@ -130,9 +119,9 @@ class Unfused:
     def of(cls, module: Any) -> Unfused:
         if not isinstance(module, nn.Module):
             return cls(module)
-        whole, parts = stepwise(module)
+        whole, parts = recurrent.stepwise(module)
         if not parts:
-            whole = twin(module)
+            whole = recurrent.twin(module)
             for by_position in (bias_by_position, count_by_position, window_by_layer):
                 by_position(whole)
         for part in whole.modules():
@@ -143,7 +132,7 @@ class Unfused:
         net = cls(whole, parts, "cache_params" not in signature(whole.forward).parameters)
         if not parts[-1].states:
             cache = SlotCache(whole.config.get_text_config().num_hidden_layers, 1, 8)
-            examine(parts, cache, lambda at, last: net(at, at, None, cache, (), last))
+            recurrent.examine(parts, cache, lambda at, last: net(at, at, None, cache, (), last))
         return net
 
     def __call__(
@@ -231,7 +220,7 @@ class LM:
         fit."""
         self.cache = None
         parts = self.net.parts
-        need = B * (self.kv_bytes(S) + state_bytes(parts, self.room, self.refed))
+        need = B * (self.kv_bytes(S) + recurrent.state_bytes(parts, self.room, self.refed))
         free = memory.free_memory(self.device)
         if need > free:
             most = free * B // need
@@ -242,7 +231,7 @@ class LM:
             )
         self.cache = SlotCache(self.layers, B, S, self.room)
         if parts:
-            self.cache.states = States(parts, B, self.room, self.refed, self.device)
+            self.cache.states = recurrent.States(parts, B, self.room, self.refed, self.device)
         self.fault = torch.zeros(B, device=self.device)
 
     @torch.inference_mode()
@@ -355,7 +344,7 @@ class LM:
         return f"no token is left by {self.process} of the generation config of {self.name}"
 
     @property
-    def _states(self) -> States:
+    def _states(self) -> recurrent.States:
         assert self.cache is not None
         assert self.cache.states is not None
         return self.cache.states
@@ -383,7 +372,7 @@ class LM:
             if start == 0:
                 states.forget(one.rows)
             tapped = []
-            for first, last, at_once in spans(start, end, states, self.net.parts):
+            for first, last, at_once in recurrent.spans(start, end, states, self.net.parts):
                 slots = torch.arange(first, last, device=self.device)[None]
                 begin = first if at_once else None
                 tokens = one.read(slots)

@@ -18,30 +18,13 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 import transformers  # imports a class when it is named: model classes take a second
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-)
 from transformers.utils import logging as transformers_logging
 
 from specexp import fitting
 from specexp.errors import UserError, first_line, ran_out, refusing
-from specexp.models import int8, memory, recurrent
+from specexp.models import int8, memory, recurrent, servable
 from specexp.models.lm import LM, Unfused, network, shorten_head
 from specexp.models.memory import gib, layers
-from specexp.models.servable import (
-    cause,
-    check_config_json,
-    check_count,
-    check_files,
-    check_servable,
-    few_tensors,
-    fields,
-)
 from specexp.ops import op
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -132,7 +115,7 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
     """
     module.eval().requires_grad_(False)
     config = module.config.get_text_config()
-    check_servable(config, name)
+    servable.check_servable(config, name)
     vocab = vocab or config.vocab_size
     with _refusing(name, module):
         lm = LM(module, name, vocab, network(module, name, vocab))
@@ -183,7 +166,7 @@ def _refusing(name: str, module: Any) -> Iterator[None]:
 
 def _unservable(name: str, module: Any, seen: str, error: Exception | None = None) -> UserError:
     kind = f"{name} ({module.config.get_text_config().model_type})"
-    why = "; ".join(filter(None, (cause(module, error), seen)))
+    why = "; ".join(filter(None, (servable.cause(module, error), seen)))
     return UserError(f"{kind} cannot be served; choose another model: {why}")
 
 
@@ -192,7 +175,7 @@ def probe_length(lm: LM) -> int:
     which the model may behave otherwise (a window, a chunk, ...), if that many are read in
     seconds."""
     described = lm.config.to_dict() if hasattr(lm.config, "to_dict") else {}
-    sizes = {k: v for k, v in fields(described) if LIMITS.search(k) and type(v) is int}
+    sizes = {k: v for k, v in servable.fields(described) if LIMITS.search(k) and type(v) is int}
     within = {k: v for k, v in sizes.items() if 6 <= v < lm.context - 3 * len(TREE)}
     enough = max(within.values(), default=0) + 6
     most = int(WORK * (50 if lm.device.type == "cuda" else 1) / max(1, lm.parameters))
@@ -293,17 +276,18 @@ def _version(source: str) -> Any:
 def _config(source: str, version: Any) -> Any:
     folder = Path(source)
     if folder.is_dir():
-        check_files(folder)
+        servable.check_files(folder)
     with refusing(f"cannot read the model {source}"):  # wrong values may raise anything
-        described, _ = PreTrainedConfig.get_config_dict(str(source))
-        check_config_json(described, str(source))
-        if "auto_map" in described and described.get("model_type") not in CONFIG_MAPPING:
+        described, _ = transformers.PreTrainedConfig.get_config_dict(source)
+        servable.check_config_json(described, source)
+        kind = described.get("model_type")
+        if "auto_map" in described and kind not in transformers.CONFIG_MAPPING:
             raise UserError(
                 f"{source} needs remote code, which is never run; use a model transformers knows"
             )
-        config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-        check_servable(config.get_text_config(), str(source))
-        check_count(folder, config.get_text_config().num_hidden_layers)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        servable.check_servable(config.get_text_config(), source)
+        servable.check_count(folder, config.get_text_config().num_hidden_layers)
     classes = config.architectures or []
     if classes and not any("CausalLM" in name or "LMHead" in name for name in classes):
         raise UserError(f"{source} is a {classes[0]}, not a causal LM; choose one that is")
@@ -320,7 +304,7 @@ def _config(source: str, version: Any) -> Any:
 @lru_cache(maxsize=64)
 def _tokenizer(source: str, version: Any) -> Any:
     with refusing(f"cannot read the tokenizer of {source}"):
-        return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 def tokens_of(tokenizer: Any, text: str, **how: bool) -> list[int]:
@@ -346,12 +330,12 @@ def text_of(tokenizer: Any, tokens: Sequence[int], **how: bool) -> str:
 def _generation(source: str, version: Any) -> Any:
     with refusing(f"cannot read generation_config.json of {source}"):
         try:
-            return GenerationConfig.from_pretrained(source)
+            return transformers.GenerationConfig.from_pretrained(source)
         except OSError:
             if (Path(source) / "generation_config.json").exists():
                 raise
             named = {"config_file_name": "config.json", "_from_model_config": True}
-            return GenerationConfig.from_pretrained(source, **named)
+            return transformers.GenerationConfig.from_pretrained(source, **named)
 
 
 def _check_device(dtype: str, device: str) -> None:
@@ -388,7 +372,7 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
         hub_kernels._kernels_enabled = False  # else the package `kernels` fetches code that runs
     try:
         _check_memory(config, bare, name, dtype, device)
-        module, report = AutoModelForCausalLM.from_pretrained(
+        module, report = transformers.AutoModelForCausalLM.from_pretrained(
             bare,
             config=config,
             dtype=DTYPES[dtype],
@@ -421,8 +405,8 @@ def _without_weights(config: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)
     config._experts_implementation = "batched_mm"
     what = f"config.json of {config.name_or_path or 'the model'} describes no model"
-    with few_tensors(what), torch.device("meta"), refusing(f"{what} that can be built"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with servable.few_tensors(what), torch.device("meta"), refusing(f"{what} that can be built"):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def _sizes(config: Any) -> tuple[int, int, int]:

@@ -193,7 +193,7 @@ def test_error_without_message_is_named_by_type(folder, monkeypatch):
     def fails(*_, **__):
         raise OSError
 
-    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", fails)
+    monkeypatch.setattr(load.transformers.AutoModelForCausalLM, "from_pretrained", fails)
     with pytest.raises(UserError, match="cannot load mine: OSError"):
         load.load(folder, "mine", "float32", "cpu")
 

@@ -269,7 +269,7 @@ def test_check_refuses_before_loading_and_names_what_fits(tiny_folders, little, 
     assert check(tiny_folders, batches=[1, 4096]) == []
     target, draft = (load.read_config(folder) for folder in tiny_folders)
     weights = sum(load.weight_bytes(c, torch.float32) for c in (target, draft))
-    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(load.transformers.AutoModelForCausalLM, "from_pretrained", None)
     for free in (weights + 2_000_000, weights + 20_000_000):
         little(free)
         [line] = check(tiny_folders, batches=[1, 4096])
