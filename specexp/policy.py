@@ -59,7 +59,6 @@ class Policy(Protocol):
     def widest(self) -> int:
         """`Tree.room` of the largest tree that it may choose, in slots: the slack that every buffer
         keeps."""
-        ...
 
     def choose(self, load: Load) -> Plan:
         """Plan the next round.
@@ -70,7 +69,6 @@ class Policy(Protocol):
         Returns:
             A tree; and budgets (depths in tokens), if any, one for each of `load.rows`.
         """
-        ...
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
         """Learn the outcome of a round; a policy that subclasses this one need not.

@@ -56,7 +56,6 @@ class Rule(Protocol):
         Returns:
             The path from the root that is kept, and the bonus token: `draft.judged` makes it.
         """
-        ...
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
         """The distribution [..., V] of the first token of a round with one draft token, drawn from

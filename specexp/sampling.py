@@ -59,20 +59,16 @@ class Rng(Protocol):
     def keys(self, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
         """[B, n]: addresses of the tokens that follow nodes at `depth` [b, n], in rows of these
         noise streams [B] and lengths [B]."""
-        ...
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
         """bool [...]: True with probability p [...]; `lane` separates draws at one key."""
-        ...
 
     def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         """int64 [...]: a token with probability proportional to w; `purpose` separates draws at one
         key."""
-        ...
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
         """int64 [..., k]: tokens drawn without replacement, in order; those of weight 0 last."""
-        ...
 
 
 @dataclass(frozen=True)

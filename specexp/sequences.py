@@ -46,8 +46,7 @@ class Draft:
 
     `q[:, i]` [B, N, V]: the distribution from which the children of node i were drawn, without
     replacement in sibling order; None: they were chosen, not drawn. `text`: the sequences it
-    continues.
-    `memo`: what the drafter wants back in `observe`: a tensor, or a tuple of tensors.
+    continues. `memo`: what the drafter wants back in `observe`: a tensor, or a tuple of tensors.
     """
 
     tokens: Tensor

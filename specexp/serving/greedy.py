@@ -22,8 +22,7 @@ TINY = 1e-9  # a depth that was not judged for thousands of rounds is hoped for,
 
 
 class Greedy:
-    """costs: seconds of a round; gammas: the draft lengths to choose from.
-    All rows draft alike."""
+    """costs: seconds of a round; gammas: the draft lengths to choose from. All rows draft alike."""
 
     def __init__(self, costs: Costs, gammas: tuple[int, ...]) -> None:
         self.costs, self.gammas = costs, gammas
