@@ -31,6 +31,12 @@ from specexp.tree import Branches, line_mask
 if TYPE_CHECKING:
     from specexp.models.recurrent import States
 
+# kinds of layers that have both attention and a state: the names of their masks
+BOTH = {
+    "hybrid": ("full_attention", "linear_attention"),
+    "hybrid_sliding": ("sliding_attention", "linear_attention"),
+}
+
 
 @op
 def store(
@@ -80,6 +86,17 @@ class Slots(CacheLayerMixin):
         return rows[:, 0, : self.cache.seen]
 
     @property
+    def indexer_position_ids(self) -> Tensor:
+        """The positions [3, b, seen] of what the slots hold, by which Qwen 4 rotates the keys of
+        indexers. They follow from what this pass sees: what the module writes back is not kept."""
+        _, place, seen = self.cache.placed(0)
+        return torch.where(seen, place, 0).amax(1).expand(3, -1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        pass
+
+    @property
     def buffers(self) -> Iterator[Tensor]:
         """What it holds, [B, H, S, d]: nothing if it reads another layer's keys, or none."""
         if self.is_initialized:
@@ -118,17 +135,22 @@ class SlotCache(Cache):
         self.drafters: WeakSet[Any] = WeakSet()  # whose memory was allocated with this buffer
         self.batch, self.size, self.seen = batch, size, size
         self.rows = slice(0, batch)
+        self.visible: Branches | None = None
         self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
         self.states: States | None = None
         self.sizes = {layer.span: layer_slots(layer.span, size, room) for layer in self.kinds}
         self.places: dict[int, Tensor] = {}  # where a pass writes [b, 1, n, 1], by a layer's size
         super().__init__(layers=[Slots(self, self.sizes[layer.span]) for layer in self.kinds])
 
-    def aim(self, rows: slice, slots: Tensor, seen: int, tokens: Tensor | None = None) -> None:
+    def aim(
+        self, rows: slice, slots: Tensor, seen: int, tokens: Tensor | None = None,
+        visible: Branches | None = None,
+    ) -> None:  # fmt: skip
         """Make the next pass write tokens [b, n] (-1: padding) at slots [b, n] of these b rows, the
-        furthest slot last, and read the first `seen` slots."""
+        furthest slot last, and read the first `seen` slots. `visible`: see `lm.Network`."""
         B, n = slots.shape
         self.rows, self.slots, self.seen = rows, slots.reshape(B, 1, n, 1), seen
+        self.visible = visible
         for span, size in self.sizes.items():
             assert size == self.size or n + span <= size, "no room for the pass"
             places = self.place(slots, size)
@@ -149,6 +171,11 @@ class SlotCache(Cache):
         first = self.slots[:, :, -1] + 2 - size
         return torch.where(place < size - 1, first + (place - first) % (size - 1), -1)
 
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """What an attention adds to the numbers of a pass's tokens, to subtract those of keys."""
+        own, place, _ = self.placed(self.kinds[layer_idx].span)
+        return Distances((own - place)[:, None])
+
     def mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [b, 1, n, seen]: 0 where a slot is visible, else the least finite number.
         visible [b, n, seen]; None: each token sees its own slot and all before it."""
@@ -168,7 +195,7 @@ class SlotCache(Cache):
         made = {span: make(*span) for span in set(spans.values())}
         if len(made) == 1:
             return made.popitem()[1]
-        return {kind: made[span] for kind, span in spans.items()}
+        return {name: made[s] for kind, s in spans.items() for name in BOTH.get(kind, (kind,))}
 
     def near(self, visible: Branches | None, kind: Layer) -> Tensor | None:
         """Which places of layers of this kind each token sees, bool [b, n, m]; None: its own slot
@@ -176,20 +203,29 @@ class SlotCache(Cache):
         seen = None if visible is None else visible.mask(self.seen)
         return self._near(seen, kind.window, kind.chunk)
 
-    def _near(self, visible: Tensor | None, window: int, chunk: int) -> Tensor | None:
-        """The part [b, n, m] of `visible` that lies in each token's window and chunk, over the m
-        places of such a layer. The slots that a token sees hold one text in order, so a slot's
-        position is the number of visible slots before it."""
-        if not window and not chunk:
-            return visible
-        held = self.held(self.sizes.get(window or chunk, self.size))
+    def placed(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a layer that reads `span` positions back (0: all): the position of each token of this
+        pass [b, n, 1], that of what its m places hold [b or 1, n or 1, m], and whether the token
+        sees it [b, n, m]."""
+        return self._placed(None if self.visible is None else self.visible.mask(self.seen), span)
+
+    def _placed(self, visible: Tensor | None, span: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The slots that a token sees hold one text in order, so a slot's position is the number of
+        visible slots before it."""
+        held = self.held(self.sizes.get(span, self.size))
         if visible is None:
             own, place = self.slots[:, 0], held
-            near = (place >= 0) & (place <= own)
-        else:
-            place = visible.cumsum(-1) - 1
-            own, at = place[:, :, -1:], held.clamp(min=0).expand(*visible.shape[:2], -1)
-            near, place = visible.gather(2, at) & (held >= 0), place.gather(2, at)
+            return own, place, (place >= 0) & (place <= own)
+        place = visible.cumsum(-1) - 1
+        own, at = place[:, :, -1:], held.clamp(min=0).expand(*visible.shape[:2], -1)
+        return own, place.gather(2, at), visible.gather(2, at) & (held >= 0)
+
+    def _near(self, visible: Tensor | None, window: int, chunk: int) -> Tensor | None:
+        """The part [b, n, m] of `visible` that lies in each token's window and chunk, over the m
+        places of such a layer."""
+        if not window and not chunk:
+            return visible
+        own, place, near = self._placed(visible, window or chunk)
         if window:
             near = near & (own - place < window)
         return near & (own // chunk == place // chunk) if chunk else near
@@ -222,6 +258,25 @@ class SlotCache(Cache):
     def _buffers(self) -> Iterator[Tensor]:
         for layer in self.layers:
             yield from layer.buffers
+
+
+class Distances:
+    """Distances [b, 1, n, m] by position, where Inkling's attention subtracts the places of m keys
+    from those of n tokens. It scales by place too, past the context (`servable.limits`)."""
+
+    def __init__(self, distance: Tensor) -> None:
+        self.distance = distance
+
+    def __radd__(self, _: Any) -> Distances:
+        return self
+
+    __add__ = __sub__ = __radd__
+
+    def __getitem__(self, part: Any) -> Any:
+        return self.distance if len(part) == 4 else self
+
+    def float(self) -> Tensor:
+        return self.distance.new_ones(1).float()
 
 
 class EachRow:

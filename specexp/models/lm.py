@@ -253,7 +253,7 @@ class LM:
         `States.aim`; layers without states ignore them."""
         assert self.cache is not None, "allocate before the first pass"
         S = seqs.tokens.shape[1]
-        self.cache.aim(seqs.rows, slots, S, tokens)
+        self.cache.aim(seqs.rows, slots, S, tokens, visible)
         if self.cache.states:
             self.cache.states.aim(seqs.rows, slots, tokens, visible, opens, start)
         if self.context < S:  # only nodes past the limit are clamped, and they are never emitted

@@ -18,6 +18,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 import transformers  # imports a class when it is named: model classes take a second
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from torch.fx.experimental import _config as meta
 from transformers.utils import logging as transformers_logging
 
 from specexp import fitting
@@ -116,7 +117,7 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
     module.eval().requires_grad_(False)
     config = module.config.get_text_config()
     servable.check_servable(config, name)
-    vocab = vocab or config.vocab_size
+    vocab = vocab or getattr(config, "unpadded_vocab_size", None) or config.vocab_size
     with _refusing(name, module):
         lm = LM(module, name, vocab, network(module, name, vocab))
     if any(layer.has_state for layer in lm.layers) and not lm.net.parts:
@@ -258,7 +259,9 @@ def state_bytes(config: Any, dtype: torch.dtype, room: int, refed: int) -> int:
     described = config.to_json_string(use_diff=False), dtype
     if described not in _PARTS:
         module = _without_weights(config, dtype)
-        with _refusing(config.name_or_path or "the model", module):
+        asks: Any = meta  # where the indexer of Qwen 4 asks which numbers are not 0: all
+        refused = _refusing(config.name_or_path or "the model", module)
+        with refused, asks.patch(meta_nonzero_assume_all_nonzero=True):
             _PARTS[described] = Unfused.of(module).parts
     return recurrent.state_bytes(_PARTS[described], room, refed)
 

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,10 @@ def configs(config: Any) -> list[Any]:
     """The config of each layer: the model's own, or the layer's where the model gives it one."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
-    return [config] * config.num_hidden_layers
+    if not (own := {k[4:]: x for k, x in vars(config).items() if k.startswith("swa_")}):
+        return [config] * config.num_hidden_layers
+    vars(windowed := copy(config)).update(own)  # Inkling's layers with a window
+    return [windowed if "sliding" in kind else config for kind in config.layer_types]
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,8 @@ def slot_bytes(config: Any, itemsize: int, context: int = 1 << 30) -> list[tuple
     each = list(zip(layers(config, context), configs(config), strict=True))
     shared = (getattr(config, "indexer_types", None) or []).count("shared")
     indexers = sum(layer.kind == "indexed_attention" for layer, _ in each) - shared
-    sizes = Counter({0: indexers * (getattr(config, "index_head_dim", None) or 0)})
+    index = (getattr(config, name, None) or 0 for name in ("index_head_dim", "indexer_head_dim"))
+    sizes = Counter({0: indexers * max(index)})
     twice = getattr(config, "model_type", "") == "mimo_v2_flash"  # as many key heads in windows
     for layer, own in each:
         if layer.owns:

@@ -110,9 +110,7 @@ class States:
         entries = FIRST + batch * self.size
         self.buffers = [
             {
-                name: x.new_zeros(
-                    batch if scanned and name in WHOLE else entries, *x.shape[1:], device=device
-                )
+                name: scans.empty(x, batch if scanned and name in WHOLE else entries, device)
                 for name, x in part.kept.items()
             }
             for part in parts
@@ -253,9 +251,9 @@ class Stepwise(nn.Module):
         x, given = inputs.pop(self.input), args[1:]
         [cache] = [i for i in (*given, *inputs.values()) if isinstance(i, SlotCache)]
 
-        def run(module: Callable[..., Any], x: Tensor, state: State) -> Any:
-            named = {name: _input(i, state) for name, i in inputs.items()}
-            return module(x, *(_input(i, state) for i in given), **named)
+        def run(module: Any, x: Tensor, state: State, node: int | None = None) -> Any:
+            named = {name: _input(i, state, node) for name, i in inputs.items()}
+            return module(x, *(_input(i, state, node) for i in given), **named)
 
         states = cache.states
         if states is None:
@@ -280,7 +278,7 @@ class Stepwise(nn.Module):
         for node, one in enumerate(x.split(1, 1)):
             for place, product in products:
                 place.output = product[node]
-            outputs.append(run(self.step, one, state := states.read(self.number, node)))
+            outputs.append(run(self.step, one, state := states.read(self.number, node), node))
             states.write(self.number, node, state)
         return self.last(_joined(outputs))
 
@@ -333,11 +331,11 @@ class Stepwise(nn.Module):
         return self.scan.sizes | whole
 
 
-def _input(x: Any, state: State) -> Any:
-    """What a module with a state gets for input x: `state` for the cache, None for a mask."""
-    if isinstance(x, SlotCache):
-        return state
-    return None if isinstance(x, Tensor) and x.ndim == 4 else x
+def _input(x: Any, state: State, node: int | None) -> Any:
+    """Input x as a module with a state gets it, or one node: `state` for a cache, no mask."""
+    if not isinstance(x, Tensor):
+        return state if isinstance(x, SlotCache) else x
+    return None if x.ndim == 4 else x if node is None else x[:, node : node + 1]
 
 
 def _joined(outputs: list[Any]) -> Any:
@@ -348,14 +346,18 @@ def _joined(outputs: list[Any]) -> Any:
 
 
 def keeps_state(module: nn.Module) -> bool:
-    """Whether a module writes a state to its cache."""
-    return bool(KEEPS & set(inspect.unwrap(type(module).forward).__code__.co_names))
+    """Whether a module writes a state to its cache, itself or in a method that it calls."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    called = (getattr(type(module), name, None) for name in forward.__code__.co_names)
+    own = forward, *filter(inspect.isfunction, called)
+    return any(KEEPS & set(f.__code__.co_names) for f in own)
 
 
 def stepwise(module: Any) -> tuple[Any, tuple[Stepwise, ...]]:
     """A causal LM's twin in which modules with states run over drafts, and what stands for them;
     the LM itself, if it has none."""
     paths = [name for name, part in module.named_modules() if keeps_state(part)]
+    paths = [p for p in paths if not any(p.startswith(f"{whole}.") for whole in paths)]
     if not paths:
         return module, ()
     if module not in _TWINS:
@@ -431,7 +433,7 @@ def examine(
         return logits, [[x[-1:].clone() for x in part.values()] for part in states.buffers]
 
     def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-        pairs = zip(ours, theirs, strict=True)
+        pairs = ((a.float(), b.float()) for a, b in zip(ours, theirs, strict=True))
         return all((a - b).norm() <= 0.05 * b.norm() for a, b in pairs)
 
     states = cache.states = States(parts, 1, 7, 0, device)

@@ -140,6 +140,15 @@ class Window:
         self.columns = self.entries(rows, columns)  # [b, n, back]
 
 
+def empty(x: Tensor, entries: int, device: Any) -> Tensor:
+    """A buffer of so many states like x [1, ...], which is one after the first token of a text. Of
+    tokens (the n-grams of Qwen 4) it begins with what stands for those before a text."""
+    buffer = x.new_zeros(entries, *x.shape[1:], device=device)
+    if not x.is_floating_point():
+        buffer[NOTHING] = x[0, ..., :1]
+    return buffer
+
+
 def entries_of(rows: slice, slots: Tensor, size: int) -> Tensor:
     """The entries of slots [b, n] of these rows, each of which keeps its last `size` slots."""
     row = torch.arange(rows.start, rows.stop, device=slots.device)[:, None]
@@ -211,6 +220,7 @@ class Scan:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        vars(module).update(conv_idx=0)  # Inkling counts those of a layer, each with its own state
         raw = inspect.unwrap(type(module).forward)
         names = set(raw.__code__.co_names)
         own = {name: getattr(self, SCANS[name]) for name in names & set(SCANS)}

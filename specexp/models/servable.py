@@ -165,7 +165,8 @@ def limits(config: Any) -> dict[str, int]:
 
     Besides the context, some fields limit what is exact over a static cache: past the reach of
     `longrope`'s short factors the rotation of every row would change; past `floor_scale`, Llama 4
-    scales queries by their slot; past `keep_window_size`, Doge drops keys by the number of slots.
+    scales queries by their slot, as Inkling past `log_scaling_n_floor`; past `keep_window_size`,
+    Doge drops keys by the number of slots.
     """
     lengths = {name: getattr(config, name, None) for name in (*CONTEXTS, "keep_window_size")}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -174,6 +175,8 @@ def limits(config: Any) -> dict[str, int]:
             lengths |= {ORIGINAL: kind.get(ORIGINAL)}
     if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
         lengths |= {"floor_scale": config.floor_scale - 1}
+    if getattr(config, "model_type", "") == "inkling_text":
+        lengths |= {"log_scaling_n_floor": config.log_scaling_n_floor}
     return {name: length for name, length in lengths.items() if length and length > 0}  # XLNet: -1
 
 

@@ -528,7 +528,7 @@ MUTANTS = [
     Mutant("chunks begin one position early", SlotCache, "_near",
            {"own // chunk == place // chunk": "(own + 1) // chunk == (place + 1) // chunk"},
            "texts_in_windows"),
-    Mutant("windows count the slots of a tree", SlotCache, "_near",
+    Mutant("windows count the slots of a tree", SlotCache, "_placed",
            {"place = visible.cumsum(-1) - 1":
             "place = torch.arange(self.seen)[None, None].expand_as(visible)",
             "own, at = place[:, :, -1:],": "own, at = self.slots[:, 0],"},

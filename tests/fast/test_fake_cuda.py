@@ -84,10 +84,13 @@ def test_round_over_rings_leaves_the_device(attention, tree):
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), in_turn(["bloom", "mpt", "bart", "gpt_neo"], ATTENTION)
+    ("name", "attention"),
+    in_turn(["bloom", "mpt", "bart", "gpt_neo", "inkling_text"], ATTENTION),
 )
-def test_round_with_hooks_leaves_the_device(attention, name):
-    target = of_module(architectures.build(name, ATTENTION[attention]))
+def test_round_by_position_leaves_the_device(attention, name):
+    net = architectures.build(name, ATTENTION[attention])
+    net.config._experts_implementation = "batched_mm"
+    target = of_module(net)
     own = DraftModel(target.apart("draft"), Sampling(0.0))
     made = Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0))
     with begun(made, PROMPTS, TREES["grown"], attention) as seqs:

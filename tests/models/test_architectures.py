@@ -56,12 +56,14 @@ def test_the_table_names_every_variant_of_every_architecture():
 # served by lines of their own: states, tables of positions, biases, latent or shared keys, limits
 OWN = {
     "bart", "bert", "biogpt", "bloom", "deepseek_v32", "doge, few keys", "falcon, ALiBi",
-    "falcon_h1", "gemma2", "gemma3n_text", "gpt2", "gptj", "jamba", "kimi_linear", "lfm2",
-    "llama4_text, temperature", "longcat_flash", "mamba2", "mimo_v2_flash", "mixtral", "mpt",
-    "opt", "phi3, longrope", "qwen3_next", "whisper", "xglm", "zamba2",
+    "falcon_h1", "gemma2", "gemma3n_text", "gpt2", "gptj", "inkling2_text", "inkling_text",
+    "inkling_text, temperature", "jamba", "kimi_linear", "lfm2", "llama4_text, temperature",
+    "longcat_flash", "mamba2", "mimo_v2_flash", "mixtral", "mpt", "opt", "phi3, longrope",
+    "qwen3_next", "qwen4_exp_text", "qwen4_exp_text, n-grams", "whisper", "xglm", "zamba2",
 }  # fmt: skip
 RINGED = (
     "mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text", "minimax", "gpt_neo",
+    "inkling_text",
 )  # fmt: skip
 OTHERS = [name for name in VARIANTS if name not in OWN and ROWS.get(name) == "right"]
 FIRST = [name for name in VARIANTS if name not in OTHERS]

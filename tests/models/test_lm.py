@@ -15,12 +15,13 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models import lm as lms
 from specexp.models import memory
+from specexp.models.cache import SlotCache
 from specexp.models.lm import LM
 from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
-from specexp.tree import Tree
+from specexp.tree import Branches, Tree
 
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))
 
@@ -157,3 +158,17 @@ def test_kv_bytes_match_the_cache():
     filled(target, Sequences.of([[1, 2, 3]], 5, slack=2))
     held = sum(b.numel() * b.itemsize for x in target.cache.layers for b in (x.keys, x.values))
     assert target.kv_bytes(10) == held
+
+
+def test_positions_of_slots_follow_from_what_a_pass_sees():
+    """Of two rows, in a pass over a tree and in one over lines of a text."""
+    roots, slots = torch.tensor([[5], [0]]), torch.arange(len(TREE))
+    cache, nodes = SlotCache(1, 2, 16), TREE.nodes(torch.device("cpu"))
+    expected = torch.arange(16).repeat(2, 1) * (torch.arange(16) < roots)
+    expected.scatter_(1, roots + slots, roots + nodes.depth)
+    cache.aim(slice(0, 2), roots + slots, 16, visible=Branches(roots, nodes.ancestors))
+    assert torch.equal(cache.layers[0].indexer_position_ids, expected.expand(3, -1, -1))
+    last = roots + len(TREE) - 1
+    cache.aim(slice(0, 2), roots + slots, 16)
+    expected = torch.arange(16).repeat(2, 1) * (torch.arange(16) <= last)
+    assert torch.equal(cache.layers[0].indexer_position_ids, expected.expand(3, -1, -1))

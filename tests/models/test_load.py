@@ -273,10 +273,27 @@ def test_probe_refuses_a_module_with_other_logits_over_a_tree(make, said, dtype)
 
 
 def test_what_a_library_asks_its_cache_for_is_named():
-    with pytest.raises(
-        UserError, match="; choose another model: it asks its cache for indexer_pos"
-    ):
-        of_module(architectures.build("qwen4_exp_text"))
+    net = copy.deepcopy(module("gpt2"))
+
+    def forward(past_key_values=None, **inputs):
+        assert past_key_values is None or past_key_values.layers[0].spans
+        return type(net).forward(net, past_key_values=past_key_values, **inputs)
+
+    net.forward = forward
+    with pytest.raises(UserError, match="; choose another model: it asks its cache for spans"):
+        of_module(net)
+
+
+@pytest.mark.parametrize("name", ["inkling_text", "qwen4_exp_text, n-grams"])
+def test_probe_sees_positions_that_are_slots(name, monkeypatch):
+    placed = SlotCache._placed
+
+    def by_slot(self, visible, span):
+        return self.slots[:, 0], self.held(self.size), placed(self, visible, span)[2]
+
+    monkeypatch.setattr(SlotCache, "_placed", by_slot)
+    with pytest.raises(UserError, match="its logits over a tree differ"):
+        of_module(architectures.build(name))
 
 
 def test_window_that_a_module_ignores_is_seen_though_its_passes_are_our_own():
