@@ -1,5 +1,6 @@
 """Parity with transformers' own forward, and the memory of a cache."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -74,7 +75,7 @@ class Kept(torch.nn.Module):
 
 
 def test_layer_that_has_no_copy_is_run_as_it_is():
-    net = module("gemma")
+    net = copy.deepcopy(module("gemma"))
     mlp = net.model.layers[0].mlp
     mlp.down_proj = own = Kept(mlp.down_proj)
     run = of_module(net).net.module
