@@ -10,8 +10,10 @@ import copy
 import hashlib
 import json
 import re
+import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,16 @@ from specexp.models.lm import shorten_head
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import Course, Phase
 from specexp.zoo.rows import Documents, Rows
-from specexp.zoo.train import Loss, fingerprint, fit, mixed, save, trained_on
+from specexp.zoo.train import (
+    Loss,
+    fingerprint,
+    fit,
+    learn,
+    mixed,
+    optimizers_of,
+    save,
+    trained_on,
+)
 
 TEMPERATURE = 0.8  # of the answers
 ANSWER = 160  # tokens of an answer, at most
@@ -178,10 +189,9 @@ def train(
             f"{max(0, rows.tokens)} tokens of answers are too few to learn from: raise --minutes, "
             "or give more --text"
         )
-    steps = _steps(loss, rows, Course((Phase(1, batch, LENGTH),)), device, 45 * minutes, file,
-                   f"steps of {layers} layers")  # fmt: skip
-    draft.zero_grad(set_to_none=True)
-    course = Course((Phase(steps, batch, LENGTH),), adam_lr=1e-3)
+    one = Course((Phase(1, batch, LENGTH),), adam_lr=1e-3)
+    steps = _steps(target, draft, rows.batch(one, 0).to(device), one, 45 * minutes, file)
+    course = replace(one, phases=(Phase(steps, batch, LENGTH),))
     losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, device != "cpu",
                  checkpoint_every=min(20, steps // 4), aim=(layers, digest))  # fmt: skip
     figures = {"answers": agreement(target, draft, held)}
@@ -204,17 +214,21 @@ def train(
 
 
 def _steps(
-    loss: Loss, rows: Rows, course: Course, device: str, seconds: float, file: Path, key: str
-) -> int:
-    """How many steps take so long, as timed once and kept beside the answers as `key`."""
+    target: PreTrainedModel, draft: PreTrainedModel, batch: Tensor, course: Course,
+    seconds: float, file: Path,
+) -> int:  # fmt: skip
+    """How many steps take so long, as timed once on a copy of the draft and kept beside the
+    answers."""
     state = torch.load(file, weights_only=True)
+    key = f"steps of {draft.config.get_text_config().num_hidden_layers} layers"
     if key not in state:
-        batch, times = rows.batch(course, 0).to(device), []
-        for _ in range(2):
+        trial = copy.deepcopy(draft)
+        loss, optimizers, times = loss_of(target, trial), optimizers_of(trial, course), []
+        for _ in range(4):
             begin = time.perf_counter()
-            loss(batch).backward()
+            learn(batch, trial, loss, optimizers, 1.0)
             times.append(time.perf_counter() - begin)
-        state[key] = max(FEWEST, int(seconds / times[-1]))
+        state[key] = max(FEWEST, int(seconds / statistics.median(times[1:])))
         save(file, state)
     return int(state[key])
 

@@ -91,7 +91,7 @@ def fit(
     at every checkpoint with the mean of the last 20 losses."""
     path = work / f"{name}-{_digest((name, aim), course, rows, model)}.pt"
     model.train()
-    optimizers = _optimizers(model, course)
+    optimizers = optimizers_of(model, course)
     losses: list[float] = []
     if path.exists():
         state = torch.load(path, map_location=device, weights_only=True)
@@ -107,15 +107,7 @@ def fit(
     try:
         for step in bar:
             batch = rows.batch(course, step).to(device)
-            loss = loss_of(batch)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["full_lr"] * course.pace(step)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.item())
+            losses.append(learn(batch, model, loss_of, optimizers, course.pace(step)))
             rate = batch[:, 1:].numel() * (bar.format_dict["rate"] or 0.0)
             recent = float(np.mean(losses[-20:]))
             bar.set_postfix(loss=f"{recent:.3f}", tokens_s=f"{rate:.0f}", refresh=False)
@@ -127,6 +119,22 @@ def fit(
         torch.set_flush_denormal(False)
     model.eval()
     return losses
+
+
+def learn(
+    batch: torch.Tensor, model: nn.Module, loss_of: Loss,
+    optimizers: Sequence[torch.optim.Optimizer], pace: float,
+) -> float:  # fmt: skip
+    """One step from a batch, at this factor on the learning rates; returns the loss."""
+    loss = loss_of(batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["full_lr"] * pace
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.item()
 
 
 def trained_on(
@@ -150,7 +158,7 @@ def trained_on(
 _MATRIX = re.compile(r"(_proj|linear|fc)\.weight$")  # not embeddings, LM heads or norms
 
 
-def _optimizers(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: nn.Module, course: Course) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if _MATRIX.search(name)]
     rest = [p for name, p in named.items() if not _MATRIX.search(name)]

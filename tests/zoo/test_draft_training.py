@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 import specexp
 from specexp.errors import UserError
 from specexp.zoo import drafts, shelf, train
+from specexp.zoo.recipes import Course, Phase
 
 TEXT = "def mean(values): return sum(values) / len(values)\n"
 
@@ -44,6 +45,26 @@ def test_cut_computes_what_the_target_does_without_the_other_layers():
     assert torch.equal(found, wanted)
     trained = {name for name, p in draft.named_parameters() if p.requires_grad}
     assert trained == {n for n, _ in draft.named_parameters() if "layers" in n or "norm" in n}
+
+
+def test_steps_that_fit_are_counted_by_whole_steps_of_a_copy(tmp_path, monkeypatch):
+    """The first takes longer; that of the optimizers is part of each."""
+    target, clock, took = tiny_llama(0, 3).eval(), [0.0], [9.0, 2.0, 2.0, 3.0]
+    draft, file = drafts.cut(target, 2), tmp_path / "answers.pt"
+    before = copy.deepcopy(draft.state_dict())
+    drafts.save(file, {})
+
+    def learn(batch, model, *rest):
+        assert model is not draft
+        clock[0] += took.pop(0)
+        return train.learn(batch, model, *rest)
+
+    monkeypatch.setattr(drafts, "learn", learn)
+    monkeypatch.setattr(drafts.time, "perf_counter", lambda: clock[0])
+    for _ in range(2):
+        course = Course((Phase(1, 1, 8),))
+        assert drafts._steps(target, draft, torch.arange(9)[None], course, 100, file) == 50
+    assert all(torch.equal(x, before[name]) for name, x in draft.state_dict().items())
 
 
 def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from making.tokenizer import train_tokenizer
 from making.train import loss_of
 from specexp.errors import UserError
 from specexp.models.load import of_module
-from specexp.zoo import heads
+from specexp.zoo import train
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, HEADS, Course, Phase
 from specexp.zoo.rows import PIECE, Rows, cut, encode
@@ -136,7 +136,7 @@ def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypat
         assert all(document[-1] == tokenizer.eos_token_id != END for document in made)
         return made
 
-    monkeypatch.setattr(heads, "continued", noted)
+    monkeypatch.setattr(train, "continued", noted)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
     train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
