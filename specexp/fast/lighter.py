@@ -74,12 +74,11 @@ def gates(part: Any) -> bool | None:
         x = torch.linspace(-4, 4, weight.shape[1], dtype=weight.dtype, device=weight.device)
         made = part(x[None])
         near = 8 * torch.finfo(x.dtype).eps * made.norm()
-        for tanh in (False, True):
-            if bool((mlp(part, x[None], tanh) - made).norm() <= near):
-                return tanh
+        off = [(mlp(part, x[None], tanh) - made).norm() for tanh in (False, True)]
     except Exception:  # its weights are of another kind, say
         return None
-    return None
+    tanh = bool(off[1] < off[0])  # in bfloat16 both may be near
+    return tanh if bool(off[tanh] <= near) else None
 
 
 def above(norm: nn.Module) -> float | None:

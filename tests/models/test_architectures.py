@@ -177,6 +177,11 @@ def test_gates_are_known_by_what_they_do():
     swiglu, geglu = LlamaMLP(LlamaConfig(**sizes)), Gemma3MLP(Gemma3TextConfig(**sizes))
     assert (lighter.gates(swiglu), lighter.gates(geglu)) == (False, True)
     assert lighter.gates(swiglu.bfloat16()) is False
+    assert lighter.gates(geglu.bfloat16()) is True
+    with torch.no_grad():
+        for weight in geglu.parameters():
+            weight.mul_(0.1)  # so small that SiLU is near
+    assert lighter.gates(geglu) is True
     swiglu.act_fn = torch.nn.ReLU()
     assert lighter.gates(swiglu) is None
     config = Gemma3nTextConfig(**sizes, num_hidden_layers=1, activation_sparsity_pattern=[0.9])
