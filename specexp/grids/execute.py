@@ -273,10 +273,12 @@ _exporter = cache(HTMLExporter)
 
 
 def _to_html(folder: Path) -> None:
-    page = f"This notebook could not be converted to HTML; see {NOTEBOOK}."
+    page, text = f"This notebook could not be converted to HTML; see {NOTEBOOK}.", ""
     with _HTML, contextlib.suppress(Exception):  # the result may be right all the same
         ran = _readable(nbformat.read(folder / NOTEBOOK, as_version=4))
-        nbformat.write(ran, folder / NOTEBOOK)
+        text = f"{nbformat.writes(ran)}\n"
         page, _ = _exporter().from_notebook_node(ran)
         page = _SCRIPT.sub("", page).replace("<head>", f"<head>\n{INERT}", 1)
+    if text:
+        (folder / NOTEBOOK).write_text(text)
     (folder / PAGE).write_text(harmless(page))
