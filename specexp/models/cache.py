@@ -136,6 +136,7 @@ class SlotCache(Cache):
         self.batch, self.size, self.seen = batch, size, size
         self.rows = slice(0, batch)
         self.visible: Branches | None = None
+        self.positions: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # `placed` of this pass
         self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
         self.states: States | None = None
         self.sizes = {layer.span: layer_slots(layer.span, size, room) for layer in self.kinds}
@@ -150,7 +151,7 @@ class SlotCache(Cache):
         furthest slot last, and read the first `seen` slots. `visible`: see `lm.Network`."""
         B, n = slots.shape
         self.rows, self.slots, self.seen = rows, slots.reshape(B, 1, n, 1), seen
-        self.visible = visible
+        self.visible, self.positions = visible, {}
         for span, size in self.sizes.items():
             assert size == self.size or n + span <= size, "no room for the pass"
             places = self.place(slots, size)
@@ -207,7 +208,10 @@ class SlotCache(Cache):
         """Of a layer that reads `span` positions back (0: all): the position of each token of this
         pass [b, n, 1], that of what its m places hold [b or 1, n or 1, m], and whether the token
         sees it [b, n, m]."""
-        return self._placed(None if self.visible is None else self.visible.mask(self.seen), span)
+        if span not in self.positions:
+            seen = None if self.visible is None else self.visible.mask(self.seen)
+            self.positions[span] = self._placed(seen, span)
+        return self.positions[span]
 
     def _placed(self, visible: Tensor | None, span: int) -> tuple[Tensor, Tensor, Tensor]:
         """The slots that a token sees hold one text in order, so a slot's position is the number of
