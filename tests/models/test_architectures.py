@@ -42,7 +42,7 @@ def test_pages_count_the_table():
     room = PAGE.parents[1] / "README.md"
     for page in (room, PAGE.parents[2] / "README.md"):
         text = " ".join(page.read_text().split())
-        assert f"Of {len(ROWS)} architectures of transformers {len(served)} are served" in text
+        assert f"Of {len(ROWS)} architectures of transformers, {len(served)} are served" in text
         assert "models/README.md" in text
     text = " ".join(room.read_text().split())
     assert f"({len(served) - served.count('right')} of them up to a limit below" in text

@@ -70,17 +70,18 @@ def results() -> str:
     params = file["params"]
     judged, machine = stages("pair")["round"], stages("smoke")["machine"]["where"]
     head = (
-        f"Greedy, one stream: `{params['target']}` on {file['device']}, {params['gamma']} draft "
-        f"tokens, {params['limit']} prompts ([all](data/measurements/drafters.json)); last row on "
-        f"an {' '.join(machine.split()[:2])}, {judged['gamma']} draft tokens, {judged['texts']} "
-        "prompts ([all](data/measurements/gpu_pair.json)).\n"
+        f"Greedy decoding of one stream: `{params['target']}` on {file['device']}, "
+        f"{params['gamma']} draft tokens, {params['limit']} prompts "
+        "([data](data/measurements/drafters.json)). "
+        f"The last row is on an {' '.join(machine.split()[:2])}, with {judged['gamma']} draft "
+        f"tokens and {judged['texts']} prompts ([data](data/measurements/gpu_pair.json)).\n"
     )
     rows = "".join(row(table.loc[name], label) for name, label in SHOWN.items())
     return (
         f"{head}\n"
-        "| drafter | acceptance rate | tokens a pass | draft, in plain steps | verify | speedup |\n"
+        "| drafter | acceptance rate | tokens per pass | draft, in plain steps | verify | speedup |\n"
         f"|---|---:|---:|---:|---:|---:|\n{rows}{gpu_row()}\n"
-        f"{paragraph(under_load() + gpu() + real())}"
+        f"{paragraph(under_load() + gpu() + real(), 120)}"
     )
 
 
@@ -93,7 +94,9 @@ def real() -> str:
         f"[{run['speedup/ci_low']:.2f}, {run['speedup/ci_high']:.2f}]"
         for run in sorted(file["runs"], key=lambda run: -run["speedup/measured"])
     ]
-    return f"[SmolLM2-135M](data/measurements/real.json) in chat on {device}: {', '.join(each)}."
+    return (
+        f"[SmolLM2-135M](data/measurements/real.json), in chat on {device}: {', '.join(each)}."
+    )
 
 
 def under_load() -> str:
@@ -103,12 +106,11 @@ def under_load() -> str:
     lost = 1 - one[one < 1]
     aware = loops[loops["policy"] == "goodput"]
     return (
-        "Under load a gain becomes a loss: on "
-        f"{file['device'].partition(' with ')[0]} one draft token costs {lost.min():.0%} to "
-        f"{lost.max():.0%} with {lost.index.min()} to {lost.index.max()} "
-        "streams ([all](data/measurements/load_aware.json)). The load-aware policy "
-        f"is within {aware['regret'].max():.1%} of the best. ".replace("%", " %")
-    )
+        f"Under load a gain becomes a loss: with {lost.index.min()} to {lost.index.max()} streams "
+        f"on {file['device'].partition(' with ')[0]}, one draft token costs {lost.min():.0%} to "
+        f"{lost.max():.0%} of throughput ([data](data/measurements/load_aware.json)); the "
+        f"load-aware policy is within {aware['regret'].max():.1%} of the best. "
+    ).replace("%", " %")
 
 
 def stages(name: str) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def gpu_row() -> str:
         "speedup/measured": speedup["value"], "speedup/ci_low": speedup["low"],
         "speedup/ci_high": speedup["high"],
     }  # fmt: skip
-    return row(pd.Series(run), f"8B on the H100, its first {pair['weights']['draft']} layers")
+    return row(pd.Series(run), f"8B on the H100, drafting with its first {pair['weights']['draft']} layers")
 
 
 def gpu() -> str:
@@ -172,11 +174,11 @@ def gpu() -> str:
         if r["policy"] == "always:4"
     )
     return (
-        f"On the H100 (bfloat16, random weights) a token takes {one['ms']:.1f} ms, "
-        f"{one['of_copy']['value']:.0%} of a copy's speed; the pair is "
+        f"On the H100 (bfloat16, random weights), a token takes {one['ms']:.1f} ms "
+        f"({one['of_copy']['value']:.0%} of memory-copy bandwidth). The pair runs at "
         f"{assisted['value']:.1f}x [{assisted['low']:.1f}, {assisted['high']:.1f}] transformers' "
-        f"assisted generation, {loss[loss.index.max()]:.2f}x plain in a batch of "
-        f"{loss.index.max()}. The zoo's pair serves one stream at {alone}, 256 at {crowd}. "
+        f"assisted generation, but at {loss[loss.index.max()]:.2f}x plain decoding in a batch of "
+        f"{loss.index.max()}; the zoo's pair serves one stream at {alone} and 256 at {crowd}. "
     ).replace("%", " %")
 
 
@@ -188,10 +190,11 @@ def eight_bits() -> str:
     bytes_of = file["weights_mb"]["sibling-3m"]
     whole, small = bytes_of["float32"], bytes_of["float32+int8"]
     return paragraph(
-        f"On the zoo's pair 8-bit weights take {small / whole:.0%} of the draft's memory at no "
-        f"cost in acceptance, {rates['sibling-3m+int8']:.1%} of {file['params']['gamma']} draft "
-        f"tokens instead of {rates['sibling-3m']:.1%}, and on a CPU save no time "
-        "([figures](../../data/measurements/quantised.json)).".replace("%", " %"), 104
+        f"On the zoo's pair, 8-bit weights shrink the draft model to {small / whole:.0%} of its "
+        f"memory at no cost in acceptance: of {file['params']['gamma']} draft tokens, "
+        f"{rates['sibling-3m+int8']:.1%} are accepted instead of {rates['sibling-3m']:.1%}. On a "
+        "CPU they save no time ([data](../../data/measurements/quantised.json)).".replace("%", " %"),
+        104,
     )  # fmt: skip
 
 
@@ -210,16 +213,15 @@ def all_drafters() -> str:
     )
     lengths = rules["length"]
     return (
-        "| drafter | acceptance rate | on prose | tokens a pass | draft | verify | speedup |\n"
+        "| drafter | acceptance rate | on prose | tokens per pass | draft | verify | speedup |\n"
         f"|---|---:|---:|---:|---:|---:|---:|\n{rows}\n"
     ) + paragraph(
-        "Compare acceptance; costs are one machine's, and one hour's. Verifying 16 tokens takes "
-        f"{wide[16]:.1f} plain passes of two Intel cores "
-        "([figures](../../data/measurements/bench.json)), so "
-        "wide trees can win little. At temperature 1, Block accepts more than Reject: "
-        f"{lengths['block']:.2f} tokens a pass instead of {lengths['reject']:.2f} with "
-        f"{rules['gamma']} draft tokens of sibling-3m "
-        "([figures](../../data/measurements/rules.json)).", 104,
+        "Compare acceptance: costs hold for one machine, and for one hour on it. On two Intel "
+        f"cores, verifying 16 tokens takes {wide[16]:.1f} plain passes "
+        "([data](../../data/measurements/bench.json)), so wide trees gain little. At temperature "
+        f"1, Block accepts more than Reject: {lengths['block']:.2f} tokens per pass instead of "
+        f"{lengths['reject']:.2f}, with {rules['gamma']} draft tokens of sibling-3m "
+        "([data](../../data/measurements/rules.json)).", 104,
     )  # fmt: skip
 
 
@@ -230,8 +232,8 @@ def few_prompts() -> str:
         same = (statistics.speedup(np.full(n, s), *np.ones((3, n))) for s in np.arange(1, 3, 0.01))
         unsure = list(takewhile(lambda speedup: speedup.low <= 1, same))
         said = statistics.verdict(unsure[0]).rpartition("but ")[2]
-        words.append(f'with {n} prompts one below {unsure[-1].value + 0.01:.2f}x is "{said}"')
-    return paragraph(f"if all show the same speedup, {', '.join(words)}.", 100)
+        words.append(f'with {n} prompts, one below {unsure[-1].value + 0.01:.2f}x is "{said}"')
+    return paragraph(f"if all prompts show the same speedup: {'; '.join(words)}.", 100)
 
 
 def simulated() -> str:
@@ -242,10 +244,11 @@ def simulated() -> str:
     held_in, held_before = (f"{held[when].min():.1%}"[:-1] for when in ("now", "before"))
     false_in, false_before = (f"{false[when].max():.1%}"[:-1] for when in ("now", "before"))
     return paragraph(
-        f"with {held['x'].min()} to {held['x'].max()} prompts of two kinds, or by Pareto's law, at "
-        f"least {held_in} % of 95 % intervals hold the true speedup (before: {held_before} %), and "
-        f"the best of up to {false['x'].max()} draft lengths, all as fast as plain decoding, is "
-        f"called faster in at most {false_in} % of runs (before: {false_before} %).", 100,
+        f"with {held['x'].min()} to {held['x'].max()} prompts, of two kinds or Pareto-distributed, "
+        f"at least {held_in} % of the 95 % intervals contain the true speedup (an earlier method: "
+        f"{held_before} %). The best of up to {false['x'].max()} draft lengths, all as fast as plain "
+        f"decoding, is called faster in at most {false_in} % of runs (earlier: {false_before} %).",
+        100,
     )  # fmt: skip
 
 
@@ -255,9 +258,9 @@ def spread() -> str:
     maps = pd.DataFrame(load("break_even")["compared"]).set_index(["gamma", "batch"])["speedup"]
     demo = load("demo")["series"]
     return paragraph(
-        "with three draft tokens of sibling-3m a fixed batch of two measured "
+        "with three draft tokens of sibling-3m, a fixed batch of two measured "
         f"{demo['speedup/at_batch']['2']:.2f}x (`demo.json`) and {maps[3, 2]:.2f}x "
-        "(`break_even.json`), two streams that come and go "
+        "(`break_even.json`), and two streams that come and go measured "
         f"{demo['served/at_batch']['2']:.2f}x (`demo.json`) and {loops['always:3', 2]:.2f}x "
         "(`load_aware.json`).", 98,
     )  # fmt: skip
@@ -284,16 +287,16 @@ def layers() -> str:
             f"[{r.low:.2f}, {r.high:.2f}]" for r in unsure.itertuples()]  # fmt: skip
     params = next(iter(families.values()))["params"]
     return paragraph(
-        f"Layers {params['width']:,} wide, one thread of a CPU that others used, "
-        f"{params['turns']} turns ([all](../../data/measurements/layers.json)): a round's pass and "
-        "roll back over those of a model whose layers all read every token, with MLPs so wide that "
-        "it has as many weights; 1, 5 and 9 nodes in a chain, and 9 in a tree. In bold what lies "
-        f"above {MORE} with its whole interval."
+        "The time of a round's pass and roll back, relative to a model of as many weights (its MLPs "
+        "are wider) whose layers all attend to every token. Each cell has 1, 5 and 9 nodes in a "
+        f"chain, then 9 in a tree; bold if the whole interval lies above {MORE}. Layers are "
+        f"{params['width']:,} wide; {params['turns']} turns on one thread of a shared CPU "
+        "([data](../../data/measurements/layers.json))."
     ) + (
         "\n| model | its layers | tokens before | float32 | bfloat16 |\n|---|---|---:|---|---|\n"
         f"{''.join(lines)}\n"
     ) + paragraph(
-        f"More than {MORE} clearly: {' and '.join(dict.fromkeys(clear['family'])) or 'none'}. "
+        f"Clearly above {MORE}: {' and '.join(dict.fromkeys(clear['family'])) or 'none'}. "
         f"Above {MORE}, but not clearly: {'; '.join(said) or 'none'}."
     )  # fmt: skip
 
