@@ -13,7 +13,7 @@ from specexp.tree import Tree
 PAGE = Path(__file__).parents[2] / "specexp" / "models" / "README.md"
 ROWS = re.findall(r"^\| (?:.* \| ){3}[\d,]+ \|$", PAGE.read_text(), re.MULTILINE)
 SHAPES = {
-    ("a key head each", "Llama 2 7B"): (
+    ("one key head per query head", "Llama 2 7B"): (
         "Llama", {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
     ),
     ("shared key heads", "Llama 3.1 8B"): (
