@@ -1,7 +1,7 @@
-"""`load`, from names or objects to a pairing; for notebooks, grid points and the command line.
+"""`load` makes a pairing from names or objects, for notebooks, grid points and the command line.
 
-What names stand for is in names.py. Wherever a name is taken, an object is taken too. What is wrong
-with a pairing is found before a weight is loaded (`_prepared`).
+Wherever a name is taken, an object is taken too; names.py resolves names. Mistakes in a pairing are
+found before any weight is loaded (`_prepared`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Output(Generation):
-    """A `Generation` in words. text: the new text of each row, without special tokens. A notebook
-    shows it in colour, with its acceptance record."""
+    """A `Generation` with its text. text: the new text of each row, without special tokens. A
+    notebook shows it in colour, with its acceptance record."""
 
     text: list[str]
     tokenizer: Any = field(repr=False, compare=False)
@@ -51,7 +51,8 @@ class Output(Generation):
 
     @property
     def tokens_per_pass(self) -> float:
-        """Mean tokens gained per target forward pass and row, prefill aside; 1 without drafting."""
+        """Mean tokens emitted per target forward pass and row, without prefill; 1 if nothing is
+        drafted."""
         counts = self.acceptance
         return counts.emitted / counts.passes if counts.passes else float("nan")
 
@@ -73,7 +74,7 @@ class Pairing:
         tokenizer: The target's.
         drafter: The drafter's short name, for tables.
         named: The drafter's full name.
-        options: The arguments of `load`, device and tokenizer aside.
+        options: The arguments of `load`, except device and tokenizer.
         deepest: The longest draft that the drafter can make, in tokens.
     """
 
@@ -90,7 +91,7 @@ class Pairing:
 
     @property
     def followed(self) -> dict[str, Any]:
-        """What shapes the target's logits: these settings of its generation config."""
+        """The settings of the target's generation config that change its logits."""
         return generation.followed(names.generation_of(self.options["target"]))
 
     def _repr_html_(self) -> str:
@@ -130,7 +131,7 @@ class Pairing:
     ) -> Comparison:
         """Time this pairing against plain decoding, and check that its output is the target's.
 
-        One stream at a time, both sides in turns on every prompt, decoding without prefill.
+        Both take turns on every prompt, one stream at a time; prefill is not timed.
 
         Args:
             prompts: Texts. The interval is over prompts: few give a wide one, one gives none.
@@ -138,9 +139,9 @@ class Pairing:
             repeats: How often every prompt is timed.
 
         Returns:
-            An object that prints as two lines: `speedup` (value, low, high: 95 % bootstrap
-            interval), `n` (prompts), `exact` (no difference beyond rounding, and draws that follow
-            q and p), `acceptance`.
+            An object that prints as two lines, with `speedup` (value, low, high: its 95 % bootstrap
+            interval), `n` (prompts), `exact` (no difference beyond rounding; draft tokens follow q,
+            emitted tokens p) and `acceptance`.
         """
         # imported from a room above this one, since a pairing is where a reader looks for it
         from specexp.measure import comparison
@@ -165,8 +166,8 @@ class Pairing:
         return pairing if "drafter" in changes else replace(pairing, drafter=self.drafter)
 
     def apart(self) -> Pairing:
-        """A pairing with the same target weights and caches of its own. Raises UserError if its
-        drafter is an object that cannot be copied."""
+        """A pairing with the same target weights but caches of its own. Raises UserError if its
+        drafter or policy is an object that cannot be copied."""
         target = self.target.apart()
         options = dict(self.options)
         for part in ("drafter", "policy"):
@@ -196,13 +197,13 @@ def load(
     device: str = "auto",
     seed: int = 0,
 ) -> Pairing:
-    """Load a target and a drafter and make them a pairing.
+    """Load a target and a drafter as a pairing.
 
-    The logits are those that the target's generation config asks for (repetition_penalty,
-    no_repeat_ngram_size, bad_words_ids, suppress_tokens, sequence_bias), as in transformers.
+    The target's generation config applies to its logits as in transformers (repetition_penalty,
+    no_repeat_ngram_size, bad_words_ids, suppress_tokens, sequence_bias).
 
-    What is wrong with a pairing is found before any weight is loaded. A drafter, rule or policy
-    that is not shipped here first runs a few rounds in which everything it returns is checked.
+    Mistakes in a pairing are found before any weight is loaded. A drafter, rule or policy that does
+    not ship with specexp first runs a few rounds in which everything that it returns is checked.
 
     Args:
         target: A zoo name, a folder, a hub id, or a transformers causal LM in memory, which is
@@ -211,33 +212,34 @@ def load(
             draft model; a draft model in memory, with the target's tokenizer; a `Drafter`, as an
             instance or a class; a function of a `drafters.Request` that returns one; or
             `module:Class`.
-        gamma: Draft tokens of a chain, and the depth of a grown tree. None: 5, or the most that
-            the drafter can do.
-        tokenizer: For a target in memory; by default the one that the target's folder holds.
+        gamma: The draft length: draft tokens of a chain, or the depth of a grown tree. None: 5, or
+            the longest draft that the drafter can make.
+        tokenizer: Needed for a target in memory; by default the one in the target's folder.
         rule: `match`, `reject`, `block`, `typical`, `lenient:0.5`; a `Rule`, as an instance or a
-            class; or `module:Class`. `auto`: reject if draft tokens are drawn from a distribution,
-            else (as always at temperature 0) match.
+            class; or `module:Class`. `auto`: reject if draft tokens are sampled from a
+            distribution, else (as always at temperature 0) match.
         policy: What decides how much the next round drafts: a `Policy`, `module:Class`, or a name
             such as `threshold:5,8` (specexp/serving/policies.py). None: the same tree every round.
         tree: The draft's shape: `chain`; `3x2x1`, the children of a node at each depth; or
-            `grown:16`, 16 draft tokens where the drafter is surest (Li et al. 2024, EAGLE-2).
+            `grown:16`, 16 draft tokens where the drafter is most confident (Li et al. 2024,
+            EAGLE-2).
         temperature: Of target and drafter; 0 is greedy.
         top_k: Sample from the k likeliest tokens; 0: from all.
         top_p: Sample from the likeliest tokens of this total probability.
-        min_p: Sample from the tokens that are at least so likely, relative to the likeliest.
+        min_p: Sample from the tokens that are at least this likely, relative to the likeliest.
         sampling: `model`: temperature, top_k, top_p and min_p are those of the target's generation
             config, as in transformers; `given`: those above.
         dtype: `float32`, `bfloat16` or `float64`. None: float32, or that of a model in memory.
         device: `cpu`, `cuda` or `cuda:N`. `auto`: that of a model in memory, else the GPU if there
             is one.
-        seed: Of all noise. A row's sample depends on it, on its prompt and on its place in the
-            batch, and on nothing else.
+        seed: Of all random numbers. A row's sample depends only on the seed, its prompt and its
+            place in the batch.
 
     Returns:
         The pairing: `generate`, `compare_with_plain`, and `with_` for variants of it.
 
     Raises:
-        UserError: Bad input; one line says what is wrong and what to do.
+        UserError: Bad input; its one line says what is wrong and what to do.
     """
     memory.check_device(device := str(device))
     if isinstance(target, str):
@@ -281,8 +283,8 @@ def _exempt_imports_from_gc() -> None:
 
 
 def resolve_device(device: str) -> str:
-    """A device's name, `auto` resolved: the GPU if there is one. Raises UserError for a name that
-    is no device's."""
+    """A device's name; `auto` becomes the GPU if there is one, else the CPU. Raises UserError for
+    an unknown device."""
     memory.check_device(device)
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 

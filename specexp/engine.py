@@ -1,9 +1,9 @@
 """The speculative round: draft, verify, accept, commit. Everything else is chosen beforehand.
 
-The round has no `if` on kinds of things: plain decoding is the drafter `plain`, greedy decoding a
-one-hot distribution, a chain a tree, and a roll back a shorter length. Inside `round` nothing is
-read back to the host, so a recorder may replay it whole (recording.py); the loop around it makes
-one small read per round to learn which rows are done, on a GPU while the next round is running.
+The round has no special cases: plain decoding is the drafter `plain`, greedy decoding a one-hot
+distribution, a chain a tree, and a roll back a shorter length. Inside `round` nothing is read back
+to the host, so a recorder may replay it as a whole (recording.py). The loop around it makes one
+small read per round to learn which rows are done, on a GPU while the next round is already running.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class Generation:
 
 
 class Engine:
-    """A target, a drafter and the rule between them.
+    """Runs the rounds of a target and a drafter.
 
     Args:
         target: the model whose distribution the output has.
         drafter: proposes the draft of every round.
         policy: chooses the tree of every round.
-        sampling: temperature, top-k and top-p, for target and drafter alike.
+        sampling: temperature, top-k, top-p and min-p, for target and drafter alike.
         rule: which draft tokens to accept.
-        seed: of all noise. Equal seeds, prompts and streams give equal text.
+        seed: of all random numbers. Equal seeds, prompts and streams give equal text.
         eos: token ids that end a row.
         clock: called as `clock(stage, run)` for each stage of a round (draft, verify, accept,
             commit); it must return `run()`. Stages are then recorded one by one.
@@ -102,11 +102,12 @@ class Engine:
         return self.target.verify(seqs, draft, self.drafter.taps)
 
     def accept(self, draft: Draft, seen: Forward) -> Verdict:
-        """The longest part of the draft that the rule keeps, and the token after it."""
+        """The path of the draft that the rule accepts, and the token after it."""
         return judged(draft, seen, self)
 
     def commit(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> Tensor:
-        """Append what was accepted. A row's length grows by that: this is the roll back."""
+        """Append the accepted tokens. A row's length grows by them alone, which rolls back the
+        rest of the draft."""
         self.target.keep(seqs, draft, verdict)
         self.drafter.observe(seqs, draft, verdict, seen)
         counts = seqs.commit(verdict)
@@ -117,7 +118,8 @@ class Engine:
         return round_report(counts, draft.tokens, faults)
 
     def law(self, seen: Forward) -> Tensor:
-        """What the rule reads of a pass: distributions, or logits if their argmax is enough."""
+        """What the rule reads of a pass [B, N, V]: distributions, or logits if their argmax is
+        enough."""
         enough = isinstance(self.rng, Certain) and self.rule.samples
         return seen.logits if enough else self.sampling.law(seen.logits)
 
@@ -131,8 +133,8 @@ class Engine:
 
     @property
     def recorded_whole(self) -> bool:
-        """Whether a round may be recorded in one piece: its drafter needs no host, and nobody times
-        its stages."""
+        """Whether a round may be recorded in one piece: its drafter does not need the host, and its
+        stages are not timed."""
         return self.clock is None and not self.drafter.on_host
 
     # rounds of a batch
@@ -146,7 +148,7 @@ class Engine:
         return self.recorder.start(self, seqs, tree, hold)
 
     def run(self, seqs: Sequences, tree: Tree) -> list[Step]:
-        """Run one round; what it did in each live row."""
+        """Run one round; returns what it did in each live row."""
         [(rows, _)] = self.start(seqs, tree)()
         return self.steps(rows)
 
@@ -183,7 +185,7 @@ class Engine:
             UserError: a prompt does not fit the context, or memory is short.
             NonFiniteLogits: a model produced NaN or infinite logits.
         """
-        known = self.target.config.vocab_size  # it may emit fewer
+        known = self.target.config.vocab_size  # prompts may hold tokens that it never emits
         for row, prompt in enumerate(prompts):
             token_ids(prompt, f"prompt {row}", known)
         check_type("max_new_tokens", max_new_tokens, "int")
@@ -213,7 +215,7 @@ class Engine:
             while len(running) <= self.ahead:
                 pending = sum(tree.depth + 1 for tree, *_ in running)  # tokens a row, at most
                 if running and pending >= left:
-                    break  # the rounds under way may be enough
+                    break  # the rounds under way may finish every row
                 tree, hold = self._next(load, max(lengths) + pending)
                 if tree.depth and behind:
                     self.drafter.catch_up(seqs, behind)
@@ -242,8 +244,8 @@ class Engine:
         )
 
     def _next(self, load: Load, longest: int) -> tuple[Tree, int]:
-        """The tree that the policy plans, cut to what the drafter can draft after `longest` tokens,
-        and how many rounds it may be held."""
+        """The tree that the policy plans, cut to what the drafter's context allows after `longest`
+        tokens, and for how many rounds it may be held."""
         warn_of_short_context(self.drafter, longest)
         plan, room = self.policy.choose(load), max(0, self.drafter.context - longest)
         tree = plan.tree.cut(room)
@@ -267,5 +269,5 @@ class Engine:
 
 @op
 def judged(draft: Draft, seen: Forward, engine: Engine) -> Verdict:
-    """What an engine's rule says of a draft."""
+    """The verdict of the engine's rule on a draft."""
     return engine.rule(draft, engine.law(seen), engine.rng)

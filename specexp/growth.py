@@ -1,8 +1,8 @@
 """Growing a draft level by level.
 
-A `step` is called once per level and returns logits for every node of it. That is all in which a
-draft model, an early exit, Medusa heads and EAGLE differ. The tree is either given or chosen row by
-row by the drafter's confidence. This file does not know what computes the logits.
+A `step` is called once per level and returns logits for every node of that level. Draft models,
+early exit, Medusa heads and EAGLE differ only in their `step`. The tree is either fixed, or chosen
+for each row by the drafter's confidence.
 """
 
 from collections.abc import Callable
@@ -53,9 +53,9 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng) 
     """Draft a tree level by level.
 
     The children of a node are drawn from `sampling`'s distribution of its logits; at temperature 0
-    they are the most likely tokens. A tree with a `width` is grown by confidence and never drawn.
-    The memo [b, N] of the draft has the place (see `Level`) of each node that was fed, and any
-    number for the others."""
+    they are the most likely tokens. In a tree with a `width`, tokens are chosen by confidence and
+    never drawn, so q is None. The draft's memo [b, N] holds the place (see `Level`) of each node
+    that was fed; the entries of other nodes are meaningless."""
     if tree.width and tree.depth:
         return _by_confidence(seqs, tree, step)
     device = seqs.tokens.device

@@ -1,4 +1,4 @@
-"""What names stand for: models in the zoo, in folders and on the hub, in memory; drafters.
+"""What names of models and drafters stand for.
 
 A model is a zoo name, a folder, a hub id or a transformers module; NAME+int8 is that model with
 8-bit weights. A drafter is `METHOD`, `METHOD:ARGUMENT`, `module:Class`, a model's name, or an
@@ -29,7 +29,7 @@ from specexp.zoo import shelf
 from specexp.zoo.known import OWN_CODE, Answer, with_contents
 from specexp.zoo.naming import locate, method_of
 
-TODAY = datetime(2024, 7, 26)  # the same on every day, as prompts of equal results must be
+TODAY = datetime(2024, 7, 26)  # always the same date, so that equal keys have equal prompts
 _CLOCK = "".join(f"|replace('%{code}', '{TODAY:%{code}}')" for code in "aAbBdmyYjHIMSp")
 CLOCK = f"{{% macro strftime_now(form) %}}{{{{ form{_CLOCK} }}}}{{% endmacro %}}\n"
 _PADDING = 1.1  # a model may have this many times more logits than its tokenizer has tokens
@@ -44,15 +44,15 @@ class TargetInfo(NamedTuple):
 
 
 def name_of(model: Any) -> str:
-    """A model's name in messages: that of its folder, for one in memory too, or of its class."""
+    """A model's name in messages: as given, or the folder or class of a model in memory."""
     if isinstance(model, str):
         return model
     return Path(getattr(model, "name_or_path", "") or type(model).__name__).name
 
 
 def parse_drafter(drafter: Any) -> tuple[str, str, Any]:
-    """Method, argument and object of a drafter; None in place of the object if its method ships
-    here. A model's name alone means `model:NAME`."""
+    """Method, argument and object of a drafter; the object is None if the method ships with
+    specexp. A model's name alone means `model:NAME`."""
     if isinstance(drafter, Drafter):
         return drafter.name, "", drafter
     if isinstance(drafter, nn.Module):
@@ -66,7 +66,7 @@ def parse_drafter(drafter: Any) -> tuple[str, str, Any]:
 
 
 def resolve_drafter(target: Any, drafter: str) -> str:
-    """A drafter's whole name: a draft model's own, any other as given."""
+    """A drafter's full name: for a draft model the model's name, else the name as given."""
     method, argument, own = parse_drafter(drafter)
     if method != "model" or own is not None:
         return drafter
@@ -84,8 +84,8 @@ def default_draft(target: Any, method: str) -> str:
 
 
 def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tuple[Any, str, str]:
-    """Tokenizer, dtype and device of a target in memory. Raises UserError if something is missing
-    or is not as asked for."""
+    """Tokenizer, dtype and device of a target in memory. Raises UserError if one of them is missing
+    or differs from what was asked for."""
     about = f"target {name_of(target)}"
     causal_config(target, about)
     if tokenizer is None:
@@ -111,7 +111,7 @@ def read_target(target: str) -> TargetInfo:
 
 
 def target_of(target: Any, tokenizer: Any) -> TargetInfo:
-    """What is known of a target, a name or a model in memory.
+    """The config, vocabulary and tokenizer of a target, given by name or in memory.
 
     The vocabulary V is one more than the largest id of the tokenizer. Logits beyond it are padding
     and are never emitted. Raises UserError if the model has fewer logits."""
@@ -148,8 +148,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     """The text that an instruct model continues with its answer, without the special tokens that
-    `encode` puts before every text. `messages`: a conversation in transformers' form, which ends
-    with what the user says. A template that tells the model today's date is told `TODAY`."""
+    `encode` puts before every text. `messages`: a conversation in transformers' form that ends with
+    a turn of the user. A template that tells the model the date is given `TODAY`."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the target's tokenizer has no chat template; leave chat out")
     with refusing("the target's chat template fails"):
@@ -173,7 +173,7 @@ def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 
 
 def request_of(o: dict[str, Any], info: TargetInfo) -> drafters.Request:
-    """What a drafter is told about a run, from the options of `load`."""
+    """The request for a drafter that the options of `load` make."""
     target = o["target"]
     method, argument, own = parse_drafter(o["drafter"])
 

@@ -1,10 +1,10 @@
 """The seam between the algorithm and what makes it fast.
 
-`@op` marks a torch function as the *reference* of an operation: its text, as the paper says it. The
-callable it returns runs a *kernel* of the same signature where one is registered for the device,
-and the reference otherwise. Kernels are imported at the first call on their device, from a file of
-fast/; without it, or with SPECEXP_FAST=off, an operation is its reference. A table and not
-`torch.library`, whose dispatch takes longer (LOG.md).
+`@op` marks a torch function as the *reference* of an operation, written as in the paper. The
+callable that it returns runs a *kernel* of the same signature if one is registered for the device,
+and the reference otherwise. Kernels are imported from fast/ at the first call on their device.
+Without fast/, or with SPECEXP_FAST=off, only references run. Dispatch is a table lookup, because
+that of `torch.library` takes longer (LOG.md).
 """
 
 import importlib
@@ -52,7 +52,8 @@ def op(reference: Callable[P, T]) -> Callable[P, T]:
 def kernel(
     operation: Callable[P, T], *devices: str, ready: Callable[[], object] = lambda: True
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Register a function as an operation's kernel; `ready` is asked before its first use."""
+    """Register a function as an operation's kernel; it is used if `ready()`, called before the
+    first use, is true."""
 
     def register(run: Callable[P, T]) -> Callable[P, T]:
         OPS[operation].kernels.update(dict.fromkeys(devices, (run, ready)))
@@ -67,7 +68,7 @@ def fast() -> bool:
 
 
 def forget() -> None:
-    """Choose anew at the next call: SPECEXP_FAST or what a kernel needs has changed."""
+    """Forget which kernels were chosen, after SPECEXP_FAST or what a kernel needs has changed."""
     for operation in OPS.values():
         operation.chosen.clear()
 
@@ -90,7 +91,7 @@ def state(device: torch.device) -> str:
 
 
 def in_torch(device: torch.device) -> list[str]:
-    """The operations that run their reference on a device, whatever the dtype."""
+    """The names of the operations that run their reference on a device, for every dtype."""
     return sorted({op.reference.__qualname__.removesuffix(".__call__")
                    for op in OPS.values() if _choose(op, device) is op.reference})  # fmt: skip
 

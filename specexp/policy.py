@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 from specexp.trace import Step
 from specexp.tree import Tree
 
-HELD = 64  # `Plan.hold` of a policy that never changes its mind
+HELD = 64  # `Plan.hold` of a policy whose choice is constant
 
 
 class Plan(NamedTuple):
-    """What a round drafts: `tree`, which each row cuts to the depth in its `budget`, if there are
-    budgets. hold: rounds that may follow this plan before the policy is asked again; it is asked
-    sooner if a row ends."""
+    """What to draft in the next round: a `tree`, which is cut to each row's depth in `budget` if
+    there are budgets. hold: rounds that may use this plan before the policy is asked again; it is
+    asked sooner if a row ends."""
 
     tree: Tree
     budget: tuple[int, ...] = ()
@@ -35,10 +35,11 @@ class Stream(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load when a round begins. rows: rows in the pass; context: slots that it reads; waiting:
-    requests in the queue; streams: the state of each row, None for a free one. Without `streams`
-    all rows are alike, and a plan has no budgets. read, read_s: tokens of each pass in which the
-    drafter caught up before the round, and their seconds, as is known when a policy learns."""
+    """The load when a round begins. rows: rows in the pass; context: slots that the pass reads;
+    waiting: requests in the queue; streams: the state of each row, None for a free one. Without
+    `streams` all rows are alike, and a plan has no budgets. read, read_s: the tokens of each pass
+    in which the drafter caught up before the round, and the seconds of these passes; they are known
+    only when the policy learns."""
 
     rows: int
     context: int
@@ -49,16 +50,16 @@ class Load(NamedTuple):
 
 
 class Policy(Protocol):
-    """What decides, between rounds and on the host, how much the next round drafts.
+    """Decides between rounds, on the host, how many tokens the next round drafts.
 
-    A policy of your own defines these three; see specexp/drafters/README.md. Those that depend on
-    the load are in specexp/serving/.
+    To write a policy, subclass this and define `widest`, `choose` and, to adapt, `learn`; see
+    specexp/drafters/README.md. Policies that depend on the load are in specexp/serving/.
     """
 
     @property
     def widest(self) -> int:
-        """`Tree.room` of the largest tree that it may choose, in slots: the slack that every buffer
-        keeps."""
+        """`Tree.room` of the largest tree that it may choose: the slots that every buffer reserves
+        for drafts."""
 
     def choose(self, load: Load) -> Plan:
         """Plan the next round.
@@ -71,14 +72,14 @@ class Policy(Protocol):
         """
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        """Learn the outcome of a round; a policy that subclasses this one need not.
+        """Learn from the outcome of a round. By default nothing is learned.
 
         Args:
-            load: What `choose` was given; and what the drafter read.
-            plan: What it returned.
+            load: The load that `choose` was given, with what the drafter read.
+            plan: The plan that it returned.
             steps: What every live row drafted, accepted and emitted.
-            seconds: How long the round took, without what was read before it; None if later rounds
-                like it will not take as long, as after a warm-up (`Recorder.steady`).
+            seconds: How long the round took, without the reading before it; None if the time is not
+                typical, as in a warm-up (`Recorder.steady`).
         """
         return
 

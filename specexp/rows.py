@@ -17,8 +17,8 @@ from specexp.sequences import Sequences
 
 
 class Rows:
-    """The rows of one engine. Engines that share a target share its cache: each prefills what it
-    enters, over whatever another one left there."""
+    """The rows of one engine. Engines that share a target share its cache: each prefills its own
+    rows, over whatever another one left there."""
 
     def __init__(self, target: LM, drafter: Drafter, recorder: Recorder) -> None:
         self.target, self.drafter, self.recorder = target, drafter, recorder
@@ -52,9 +52,8 @@ class Rows:
 
     @torch.inference_mode()
     def enter(self, batch: Sequences) -> Sequences:
-        """Copy a batch [B, S] into the first rows and return them. Nothing is prefilled. Memory
-        grows to the largest batch so far and is then used again. Raises UserError if it is
-        short."""
+        """Copy a batch [B, S] into the first rows and return them, without prefill. Memory grows to
+        the largest batch so far and is then reused. Raises UserError if memory is short."""
         B, slots = batch.tokens.shape
         S, (rows, size) = rounded(slots), self._size()
         wider = any(lm.keeps_last_slots_only and lm.room < batch.slack for lm in self.models)
@@ -131,7 +130,7 @@ class Rows:
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:
-        """Rid a row of NaN and infinities, which would spoil attention even at weight 0."""
+        """Zero a row: NaN or infinity in a slot would spoil attention even at weight 0."""
         for lm in self.models:
             assert lm.cache is not None
             lm.cache.clear(row)

@@ -1,8 +1,8 @@
 """Acceptance rules: which draft tokens to keep, so that the output has the target's distribution.
 
-A rule sees the draft, the target's distribution p at every node, and the noise; it knows nothing
+A rule sees the draft, the target's distribution p at every node, and the noise. It knows nothing
 about models, caches or temperature. Match, Reject and Block are exact for any drafter. Typical and
-lenient Reject are lossy: their names say so, and `emitted` says by how much.
+lenient Reject are lossy: their names say so, and `emitted` gives the biased distribution.
 """
 
 from typing import Any, Protocol, cast
@@ -18,19 +18,19 @@ from specexp.sequences import Draft, Verdict
 
 
 class Rule(Protocol):
-    """What decides which draft tokens are kept.
+    """Decides which draft tokens are accepted.
 
-    A rule of your own subclasses this and defines `__call__`; see specexp/drafters/README.md. The
-    shipped ones are in specexp/rules.py, with the papers they come from.
+    To write a rule, subclass this and define `__call__`; see specexp/drafters/README.md. The
+    shipped rules are in specexp/rules.py, with the papers that they come from.
 
     Attributes:
         name: The name in tables; by default the class's, in lower case.
         lossy: The output's distribution is not the target's. An exact rule leaves it False.
-        wants_q: It accepts more draft tokens if they are drawn from a q that it sees.
-        samples: It only draws from p, so at temperature 0 it can be given logits in place of p.
+        wants_q: It accepts more draft tokens if they are sampled and it is given their q.
+        samples: It only samples from p, so at temperature 0 it can be given logits in place of p.
         chains_only: It cannot judge trees.
-        looks_ahead: Its verdict depends on draft tokens that it does not keep, so their noise must
-            not be used again (`Noise.by_round`).
+        looks_ahead: Its verdict depends on draft tokens that it does not accept, so their noise
+            must not be used again (`Noise.by_round`).
     """
 
     name: str = "rule"
@@ -54,7 +54,7 @@ class Rule(Protocol):
             rng: The noise; `draft.keys` [B, N] are the addresses of each node's next token.
 
         Returns:
-            The path from the root that is kept, and the bonus token: `draft.judged` makes it.
+            The accepted path from the root and the bonus token, as made by `draft.judged`.
         """
 
     def emitted(self, p: Tensor, q: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Reject(Rule):
 
 
 class Block(Rule):
-    """Judge a chain as a whole: of all its prefixes that pass, keep the longest.
+    """Judge a chain as a whole: keep the longest of its prefixes that pass.
 
     (Sun et al. 2024, Block verification, arXiv 2403.10444, algorithm 2.) Prefix i has weight
     P_i = min(1, P_{i-1} p/q) and passes with probability S_i / (S_i + 1 - P_i), where S_i is the
@@ -175,8 +175,8 @@ class Block(Rule):
 class Typical(Rule):
     """Accept a draft token that is likely enough under p: p(x) > min(epsilon, delta exp(-H(p))).
 
-    (Cai et al. 2024, Medusa, section 2.3.1, where delta = sqrt(epsilon).) Of a tree it keeps the
-    longest such path; the bonus is drawn from p. Lossy, except at temperature 0.
+    (Cai et al. 2024, Medusa, section 2.3.1, where delta = sqrt(epsilon).) In a tree it keeps the
+    longest path of such tokens; the bonus is drawn from p. Lossy, except at temperature 0.
     """
 
     name = "typical (lossy)"
@@ -220,7 +220,7 @@ def _drawn(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
 
 
 def normalised(w: Tensor, otherwise: Tensor) -> Tensor:
-    """w [..., V] scaled to sum 1; `otherwise` where w is all 0 (which has probability 0)."""
+    """w [..., V] scaled to sum 1; `otherwise` where w is all 0 (a case of probability 0)."""
     total = w.sum(-1, keepdim=True)
     return torch.where(total > 0, w / total, otherwise)
 

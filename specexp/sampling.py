@@ -1,10 +1,11 @@
 """From logits to a distribution, and from a distribution to a token.
 
 `Sampling` shapes target and drafter logits alike. The noise behind every draw is a function, not a
-stream: each uniform is a hash of (seed, the row's stream, position, purpose, lane). So a row's
-sample does not depend on its batch, a graph can replay it, and a drafter that reads the noise the
-target will read is *coupled* to it: speculative output then equals plain sampling token for token
-(common random numbers; the race of exponentials is the Gumbel-max trick).
+stateful stream: each uniform is a hash of (seed, the row's stream, position, purpose, lane). So a
+row's sample does not depend on its batch, a recorded graph can replay it, and under the rule match
+speculative output equals plain sampling token for token. A drafter that reads the noise which the
+target will read is *coupled* to it and agrees with it more often (common random numbers; the race
+of exponentials is the Gumbel-max trick).
 """
 
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ def likeliest(w: Tensor) -> Tensor:
 
 @op
 def ranked(w: Tensor, k: int) -> Tensor:
-    """Indices of the k largest of w [..., V], largest first, int64 [..., k]; a NaN is above all. Of
-    equals kernels take the lowest index, torch any. Raises UserError if k > V."""
+    """Indices of the k largest of w [..., V], largest first, int64 [..., k]. NaN counts as largest.
+    Among equals, kernels take the lowest index, torch any. Raises UserError if k > V."""
     if k > w.shape[-1]:
         raise UserError(f"a vocabulary of {w.shape[-1]} has no {k} likeliest tokens; use fewer")
     return likeliest(w)[..., None] if k == 1 else w.topk(k).indices
@@ -76,9 +77,9 @@ class Noise:
     """Uniforms addressed by (seed, key, purpose, lane).
 
     A key is a hash of the row's stream and the token's position, so a row's noise depends on
-    neither its batch nor its drafts. A rule that looks ahead has already used the noise of
-    positions it then does not write, so under such a rule a position gets new noise every round:
-    `by_round`, a hash of the stream, the root's position and the distance from the root.
+    neither its batch nor its drafts. A rule that looks ahead uses the noise of positions that it
+    then does not commit, and must not use it again. Under such a rule (`by_round`) the key is a
+    hash of the stream, the root's position and the distance from the root: new noise every round.
     """
 
     seed: int
@@ -101,8 +102,8 @@ class Noise:
 
     @op
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
-        """w divided by exponential arrival times: the argmax is a draw from w, the k largest are k
-        draws without replacement."""
+        """w [..., V] divided by exponential arrival times: the argmax is a draw from w, and the k
+        largest are k draws without replacement."""
         lanes = torch.arange(w.shape[-1], device=w.device)
         u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # keeps arrivals finite
         return w / -torch.log1p(-u)
@@ -124,7 +125,7 @@ class Noise:
 
 
 class Certain:
-    """The `Rng` of temperature 0: everything is already certain, so there is no noise."""
+    """The `Rng` of temperature 0: distributions are one-hot, so no noise is needed."""
 
     def keys(self, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
         return depth.expand(len(length), -1)  # any numbers will do
@@ -167,14 +168,15 @@ class Sampling:
 
     @op
     def law(self, logits: Tensor) -> Tensor:
-        """Probabilities [..., V], float32 (float64 stays float64). Temperature 0 gives a one-hot
-        distribution, the lowest token at a tie, so rules and drafters never ask for it."""
+        """Probabilities [..., V] from logits [..., V], in float32 (float64 stays float64).
+        Temperature 0 gives a one-hot distribution (the lowest token at a tie), so rules and
+        drafters need no case for greedy decoding."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         if 0 < self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k).values[..., -1:]  # those that equal it are kept, too
+            least = logits.topk(self.top_k).values[..., -1:]  # ties with the k-th are kept, too
             logits = logits.masked_fill(logits < least, -torch.inf)
         p = logits.softmax(-1)
         if self.top_p < 1:

@@ -1,9 +1,10 @@
-"""The committed tokens of a batch, and what one round drafts and decides.
+"""The committed tokens of a batch, and the draft and verdict of one round.
 
-Three indices that are easily confused: a *node* indexes the draft (0..N-1), a *slot* the cache, a
-*position* the sequence. Node i of a draft is in slot `length - 1 + i` at position
-`length - 1 + depth[i]`. Between rounds every cache holds slots `0..length-2`: the last committed
-token is always fed again as the root of the next draft, so no round is special.
+Three indices are easily confused: a *node* indexes the draft (0..N-1), a *slot* the KV cache, a
+*position* the text. Node i of a draft is in slot `length - 1 + i` at position
+`length - 1 + depth[i]`. Between rounds every cache holds slots `0..length-2`. The last committed
+token is not in any cache yet: it is fed as the root of the next draft, so the first round is like
+any other.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def token_ids(tokens: Sequence[int], about: str, vocab: int = 1 << 63) -> Tensor
 
 @dataclass
 class Draft:
-    """One round's draft tokens. tokens [B, N] int64, the root in column 0; padding (-1): none.
+    """One round's draft tokens. tokens [B, N] int64, the root in column 0; -1: no draft token.
 
-    `q[:, i]` [B, N, V]: the distribution from which the children of node i were drawn, without
-    replacement in sibling order; None: they were chosen, not drawn. `text`: the sequences it
-    continues. `memo`: what the drafter wants back in `observe`: a tensor, or a tuple of tensors.
+    q [B, N, V]: `q[:, i]` is the distribution from which the children of node i were drawn, without
+    replacement in sibling order. None: they were chosen, not drawn. `text`: the sequences that the
+    draft continues. `memo`: what the drafter passes to its `observe`, a tensor or a tuple of them.
     """
 
     tokens: Tensor
@@ -79,9 +80,9 @@ class Draft:
 
 @dataclass
 class Verdict:
-    """What the target accepted: path [B, D+1], nodes from the root down, padded with the last one;
-    n [B], accepted draft tokens; new [B, D+1], the token after each node of the path: the accepted
-    draft tokens, then the bonus token."""
+    """What the rule decided: path [B, D+1], nodes from the root down, padded with the last one;
+    n [B], the number of accepted draft tokens; new [B, D+1], the token after each node of the path:
+    the accepted draft tokens, then the bonus token."""
 
     path: Tensor
     n: Tensor
@@ -93,10 +94,10 @@ class Sequences:
     """tokens [B, S], length [B] (root included), limit [B], stream [B] (noise), eos [E]; int64.
 
     A row is done when `length >= limit`. Within a round only `commit` changes anything.
-    `rng`: gives noise addresses; within a round it is the engine's.
+    `rng`: computes noise addresses; within a round it is the engine's.
     `first`: the number of row 0 in the caches and in the drafter's state (see `window`).
-    budget [B] int64: how deep each row may draft in this round (-1: the row sits it out); None: as
-    deep as the tree. `slack`: slots past the longest row that a draft may fill.
+    budget [B] int64: how deep each row may draft in this round (-1: the row does not take part);
+    None: as deep as the tree. `slack`: slots past the longest row that a draft may fill.
     """
 
     tokens: Tensor
@@ -205,8 +206,8 @@ class Sequences:
         return self.tokens.gather(1, slots)
 
     def drafting(self, tokens: Tensor, depth: int) -> Tensor:
-        """What a drafter feeds to draft level `depth` + 1: these tokens [B, n], but padding (-1) in
-        rows whose budget is less deep."""
+        """What a drafter feeds to draft level `depth` + 1: these tokens [B, n], but -1 (padding) in
+        rows whose budget does not reach that level."""
         if self.budget is None:
             return tokens
         beyond = torch.arange(depth + 1, depth + 2, device=tokens.device)[None]

@@ -1,13 +1,13 @@
-"""The speedup to expect of speculative decoding: closed forms, and the same with measured costs.
+"""The expected speedup of speculative decoding: in closed form, and from measured costs.
 
 The notation is that of Leviathan et al. 2022 (arXiv 2211.17192); Chen et al. 2023 (arXiv
 2302.01318) found the same acceptance rule. alpha is the probability that a draft token is accepted,
 gamma the number of draft tokens per round, and costs are in units of one plain target step: a cost
-of 0.05 is a drafter twenty times faster than its target.
+of 0.05 means that the drafter is twenty times faster than its target.
 
-The closed forms assume that draft tokens are accepted independently with one alpha, and that a pass
-over gamma + 1 tokens costs as much as a pass over one. Neither is quite true: `measured_speedup`
-takes an acceptance rate per position and the times of real passes instead.
+The closed forms assume that draft tokens are accepted independently with the same alpha, and that a
+pass over gamma + 1 tokens costs as much as a pass over one. Neither holds exactly, so
+`measured_speedup` takes an acceptance probability per position and the times of real passes.
 """
 
 import math
@@ -21,15 +21,15 @@ from numpy.typing import ArrayLike
 
 from specexp.errors import UserError
 
-BEYOND = 1.15  # a speedup above this times the acceptance length is not credible
-MISSED = 3.0  # nor is one that misses its prediction by this factor
-LEAST = 0.8  # nor a pass over several tokens that takes less than this share of one over one
+BEYOND = 1.15  # a speedup above this multiple of the acceptance length is not credible
+MISSED = 3.0  # nor is a speedup that is off its prediction by this factor
+LEAST = 0.8  # nor a pass over several tokens that takes less than this share of a plain step
 LONGEST = 1000  # the most draft tokens per round; `best_gamma` stops here if they are free
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one (alpha, gamma, cost) should give, relative to plain decoding.
+    """What the closed forms predict for one (alpha, gamma, cost), relative to plain decoding.
 
     `tokens_per_pass`: mean tokens per target pass (the acceptance length); `speedup`: the factor in
     time; `operations`: the factor in arithmetic; `best_gamma`: the fastest draft length at this
@@ -151,12 +151,13 @@ def doubts(
     speedup: float, length: float | None = None, predicted: float | None = None,
     verify: float | None = None,
 ) -> list[str]:  # fmt: skip
-    """Why a measured speedup cannot be: other work took time from one side. None if it can.
+    """Reasons why a measured speedup is impossible, so that other work must have disturbed the
+    timing; empty if there are none.
 
-    A pass over several tokens is not faster than one over a single token. So the speedup cannot
-    exceed the acceptance length, nor `verify`, the time of the target pass and the rule in plain
-    steps, be below 1; and no speedup misses a prediction from the same machine threefold. What is
-    None is not checked."""
+    A pass over several tokens is never faster than one over a single token. So the speedup cannot
+    exceed the acceptance length, and `verify`, the time of the target pass and the rule in plain
+    steps, cannot be below 1. Nor is a speedup off a prediction from the same machine by a factor of
+    three. Arguments that are None are not checked."""
     reasons = []
     if length and speedup > BEYOND * length:
         reasons.append(
@@ -179,7 +180,7 @@ def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:
 
 
 def _distributions(name: str, values: ArrayLike) -> np.ndarray:
-    """Distributions [..., V] in float64. Raises UserError if they are none."""
+    """Distributions [..., V] in float64. Raises UserError for anything else."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim == 0 or array.size == 0:
         raise UserError(f"{name} must be probabilities [..., V], not of shape {array.shape}")

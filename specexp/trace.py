@@ -1,8 +1,8 @@
 """What happened in every round, and the acceptance metrics derived from it.
 
-Counts are kept per row and round and every rate is derived from them, so the identities between the
-figures (`Acceptance.check`) can be asserted before anything is reported. Engines disagree about
-names; data/GLOSSARY.md says what each of them calls these numbers.
+Counts are kept per row and round, and every rate is derived from them, so the identities between
+the metrics (`Acceptance.check`) are asserted before anything is reported. Other engines use other
+names for these metrics; data/GLOSSARY.md lists them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Step(NamedTuple):
 
 
 def steps(rows: Sequence[Sequence[int]], why: Sequence[Callable[[int], str]]) -> list[Step]:
-    """The live rows of a round's report (`sequences.round_report`) as lists. `why`: for each model,
-    what its fault in a row means."""
+    """The live rows of a round's report (`sequences.round_report`). `why`: for each model, a
+    function that explains its fault in a row."""
     live_rows = []
     for number, (accepted, emitted, live, *rest) in enumerate(rows):
         if emitted:  # rows that are done emit nothing
@@ -64,7 +64,7 @@ class Trace:
     Attributes:
         batch: Rows.
         prefill_s: Seconds from the start to the end of prefill.
-        rounds: One record a round; `Round.end_s` counts from the same start.
+        rounds: One record per round; `Round.end_s` counts from the same start.
     """
 
     batch: int
@@ -99,12 +99,12 @@ class Trace:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds until the first round's tokens."""
+        """Time to first token (TTFT), in seconds: prefill and the first round."""
         return self.rounds[0].end_s if self.rounds else self.prefill_s
 
     @property
     def tpot_s(self) -> float:
-        """Seconds per emitted token of one row, without prefill."""
+        """Time per output token (TPOT) of one row, in seconds, without prefill."""
         return self.decode_s * self.batch / self.emitted if self.emitted else float("nan")
 
 
@@ -112,7 +112,7 @@ class Trace:
 class Acceptance:
     """The acceptance metrics. `histogram[k]`: target passes that accepted exactly k draft tokens.
 
-    `cut`: tokens that were accepted, or the bonus, but withheld by an EOS or the length limit."""
+    `cut`: accepted or bonus tokens that an EOS or the length limit cut off."""
 
     drafted: int
     emitted: int

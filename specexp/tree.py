@@ -1,10 +1,10 @@
 """The shape of a draft: which draft token follows which.
 
-A draft is a tree of tokens in breadth-first order. Node 0, the root, is the last committed token;
-a chain is a tree in which every node has one child. `Tree` is the shape on the host (hashable, so
-it can be part of a captured graph's key). `Nodes` is the same shape as tensors: one for all rows,
-or one per row for drafters that choose the shape as they draft. This file knows nothing about
-tokens, models or caches, and checks a shape without importing torch.
+A draft is a tree of tokens in breadth-first order. Node 0, the root, is the last committed token.
+A chain is a tree in which no node has more than one child. `Tree` is the shape on the host; it is
+hashable, so it can be part of a recorded graph's key. `Nodes` is the same shape as tensors: one for
+all rows, or one per row for drafters that choose the shape as they draft. This file knows nothing
+about tokens, models or caches, and checks shapes without importing torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MOST = 1024  # draft tokens of a round
+MOST = 1024  # draft tokens per round
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Tree:
     Attributes:
         parents: The parent of each of N nodes, in breadth-first order; node 0 is the root, the last
             committed token, with parent -1.
-        width: If not 0, only the number of nodes and the depth are fixed: a drafter with
-            confidences places the nodes itself, where they are most likely to be accepted, and
-            feeds `width` of them per level. Other drafters draft the shape as it is.
+        width: If not 0, only the number of nodes and the depth are fixed. A drafter that has
+            confidences then places the nodes where they are most likely to be accepted, and feeds
+            `width` of them per level. Other drafters use the shape of `parents`.
 
     Raises:
         UserError: The parents are not a tree in breadth-first order.
@@ -89,10 +89,8 @@ class Tree:
 
     @classmethod
     def grown(cls, size: int, depth: int) -> Tree:
-        """`size` draft tokens, at most `depth` deep, placed by the drafter's confidence.
-
-        (Li et al. 2024, EAGLE-2.) Its `parents` describe chains side by side, for drafters that do
-        not place nodes.
+        """`size` draft tokens, at most `depth` deep, placed by the drafter's confidence (Li et al.
+        2024, EAGLE-2). Drafters without confidences use `parents`: chains side by side.
         """
         check_type("the size of a tree", size, "int")
         check_type("gamma", depth, "int")
@@ -132,7 +130,7 @@ class Tree:
 
     @property
     def room(self) -> int:
-        """Slots past the committed tokens that one round may write, in any model's cache."""
+        """The most slots past the committed tokens that one round writes, in any model's cache."""
         return max(len(self), 1 + self.width * self.depth)
 
     def __len__(self) -> int:

@@ -27,20 +27,20 @@ from specexp.tree import Tree
 
 
 class Drafter(ABC):
-    """What proposes draft tokens. A drafter of your own subclasses this and defines `propose`; all
-    else has defaults that do nothing. See specexp/drafters/README.md for one in eight lines.
+    """Proposes draft tokens. To write a drafter, subclass this and define `propose`; the other
+    methods do nothing by default. specexp/drafters/README.md has a drafter in eight lines.
 
     Attributes:
         name: The name in tables; by default the class's, in lower case.
-        draws: Draft tokens are sampled from a distribution q that travels in the draft, so the rule
-            `auto` weighs them by it. False: they are chosen.
-        taps: The target's hidden states that it needs; 0 are the embeddings, L what the LM head
-            reads.
+        draws: Draft tokens are sampled from a distribution q, which is passed on in the draft; the
+            rule `auto` is then `reject`. False: they are chosen.
+        taps: Indices of the target's hidden states that it needs; 0: the embeddings; L: the input
+            of the LM head.
         models: The draft models that it runs.
-        reads: Those models keep KV caches of their own, which `catch_up` must fill before they can
+        reads: These models have KV caches of their own, which `catch_up` must fill before they can
             draft.
-        context: The longest sequence that it can draft for, in tokens; near it the engine drafts
-            less.
+        context: The longest sequence that it can draft for, in tokens; close to it the engine
+            drafts less.
         state: Tensors [B, ...] that it keeps between rounds, besides the caches of its models;
             `seqs.rows` selects the rows of a call.
         on_host: It reads tensor values or decides shapes on the host, so its rounds cannot be
@@ -93,8 +93,8 @@ class Drafter(ABC):
         """
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        """Process the last `missed` tokens before the root, which were committed without drafting:
-        the prompt, or the output of plain rounds. Some rows may have missed fewer."""
+        """Read the last `missed` tokens before the root, which were committed without a draft: the
+        prompt, or the output of plain rounds. Some rows may have missed fewer."""
 
     @abstractmethod
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
@@ -104,11 +104,11 @@ class Drafter(ABC):
             seqs: The rows: tokens [B, S], of which `length` [B] are committed; `seqs.root` [B, 1]
                 is the last of them.
             tree: The shape to fill, N nodes with the root. `tree.nodes(device)` has it as tensors.
-            rng: Noise for drawing, a function of `seqs.keys(depth)` [B, n].
+            rng: Noise for sampling, addressed by `seqs.keys(depth)` [B, n].
 
         Returns:
             `seqs.draft(nodes, tokens, q)`: tokens [B, N - 1] int64 for all nodes but the root, -1
-            where there is none; q [B, N, V] if they were drawn. The engine discards draft tokens
+            for no draft token; q [B, N, V] if they were sampled. The engine discards draft tokens
             deeper than the row's `seqs.budget`.
         """
 

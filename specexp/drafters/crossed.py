@@ -3,8 +3,8 @@
 (Token-level intersection: Timor et al. 2025, Accelerating LLM inference with lossless speculative
 decoding for heterogeneous vocabularies, section 3.3.) The draft model keeps its own copy of the
 sequence, in its own tokens. A shared token is one token there too; any other is re-tokenized into
-up to `_LONGEST` pieces. Draft tokens are drawn from the draft model's distribution restricted to
-the shared tokens. That is the q which the rule gets, so every exact rule stays exact.
+up to `_LONGEST` pieces. Draft tokens are sampled from the draft model's distribution restricted to
+the shared tokens. The rule is given this restricted q, so every exact rule stays exact.
 """
 
 from dataclasses import replace
@@ -81,7 +81,7 @@ class Crossed(Drafter):
         lm.refed = self.pieces.shape[1]
 
     def allocate(self, B: int, S: int) -> None:
-        """The draft's sequences are cut at 2 * S tokens; drafts are poor from there on."""
+        """The draft model's sequences are cut at 2 * S tokens; beyond, drafts are poor."""
         self.longest, self.most, self.shaped_by = 2 * S, 1, (1,)
         self.texts = Sequences.empty(B, _SLOTS * S, device=self.lm.device)
         self.covered = torch.ones(B, dtype=torch.int64, device=self.lm.device)

@@ -2,10 +2,10 @@
 
 (Li et al. 2024, EAGLE; 2024, EAGLE-2, whose trees are `Tree.grown`; 2025, EAGLE-3.) The layer's
 input is a pair: the feature of position t and the token of position t + 1. Pair t is in slot t of
-the layer's cache, so the root's pair is in slot length-2. Features made from the target's states
-are kept per slot. A round first feeds the pairs of the last committed tokens, as many as the
-deepest draft so far can have accepted, over the entries that drafting wrote there; then the layer
-continues with its own features.
+the layer's cache, so the root's pair is in slot length-2. Features computed from the target's
+states are kept per slot. A round first feeds the pairs of the last committed tokens, overwriting
+the entries that drafting left there: as many pairs as the deepest draft so far can have accepted.
+From then on the layer continues with its own features.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Draft with a smaller causal LM that has the target's tokenizer.
 
-(Leviathan et al. 2022; Chen et al. 2023.) The first pass of a round always feeds the last two
-committed tokens, and the deepest level of a draft is never fed. So the cache is complete whether or
-not the whole previous draft was accepted. The prompt, and tokens committed without drafting, are
-fed by `catch_up`.
+(Leviathan et al. 2022; Chen et al. 2023.) The deepest level of a draft is never fed, so after a
+fully accepted draft its last token is missing from the draft model's cache. Therefore the first
+pass of a round always feeds the last two committed tokens. `catch_up` feeds the prompt and tokens
+committed without a draft.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from specexp.tree import Tree
 
 
 class DraftModel(Drafter):
-    """Draws children from the draft model's distribution under `sampling`, which need not be the
+    """Samples children from the draft model's distribution under `sampling`, which need not be the
     target's; at temperature 0 takes the most likely tokens."""
 
     reads = True
@@ -46,7 +46,7 @@ class DraftModel(Drafter):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         rows = seqs
         if seqs.budget is not None and self.lm.net.parts:
-            # what a state has read is not read again: padding goes behind it
+            # a state cannot read a token twice, so rows that sit out write padding after it
             rows = replace(seqs, length=seqs.length + (seqs.budget < 1))
 
         def step(level: Level) -> Tensor:
@@ -83,7 +83,7 @@ def prepare(request: Request) -> Prepared:
 
 
 def in_memory(request: Request) -> Prepared:
-    """A transformers model that the caller holds, in place of a name."""
+    """As `prepare`, for a transformers model in memory."""
     module, name = request.own, request.method
     config = causal_config(module, f"draft model {name}")
     check_vocabulary(config, request.vocab, name)

@@ -2,7 +2,7 @@
 
 (Saxena 2023, prompt lookup decoding; Yang et al. 2023, LLMA.) Searches the whole row for the
 longest match with its last tokens, up to `n` of them, and proposes what followed the most recent
-one. It has no weights and no state; the search is vectorised over the batch and needs no host
+match. It has no weights and no state; the search is vectorised over the batch and needs no host
 round trip.
 """
 
@@ -22,7 +22,8 @@ class NGram(Drafter):
     name = "ngram"
 
     def __init__(self, n: int = 3, vocab: int = 1 << 62) -> None:
-        """vocab: ids from there on may occur in a prompt but are never drafted."""
+        """n: the longest match, in tokens. vocab: larger ids may occur in a prompt, but are never
+        drafted."""
         self.n, self.vocab = n, vocab
 
     @op

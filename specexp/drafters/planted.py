@@ -1,11 +1,11 @@
 """Draft the target's own continuation with a chosen probability, at a real draft model's cost.
 
-During prefill it decodes the prompts plainly with the target. Each draft token is then the known
-next token with probability alpha, and a wrong token otherwise. A real draft model runs in every
-round and its draft tokens are ignored. So the cost of drafting and the acceptance probability can
-be varied independently, also with models of random weights. The continuation is the one sampled by
-the rule match; other rules have the same one at temperature 0 only. Prefill, and so TTFT, includes
-a whole plain generation.
+During prefill, the target decodes the prompts plainly. Each draft token is then the known next
+token with probability alpha, and a wrong token otherwise. A real draft model runs in every round,
+but its draft tokens are ignored. So the cost of drafting and the acceptance probability can be
+varied independently, even with random weights. The known continuation is the one that the rule
+match samples; other rules give the same one only at temperature 0. Prefill, and therefore TTFT,
+includes a whole plain generation.
 """
 
 from dataclasses import replace

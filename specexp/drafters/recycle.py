@@ -18,10 +18,10 @@ from specexp.tree import Tree
 
 
 class Table:
-    """A hash table for each of B rows: from a token to its note, k tokens int64.
+    """A hash table for each of B rows, from a token to its note: k tokens, int64.
 
     A row has at most `places` notes. In a larger vocabulary, tokens that are equal modulo `places`
-    share a place, and its note is that of the token written last, the `owner`.
+    share a place, which holds the note of the token written last, its `owner`.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 (After SuffixDecoding: Oliaro et al. 2024, arXiv 2411.04975.) All earlier places with the longest
 match vote for each next token. A draft continues while its estimated probability, the product of
 the winners' vote shares, is at least `least`, and for at most `stretch` times the length of the
-match. A suffix automaton would find the same places; comparing the whole row at once keeps the
-search on the device.
+match. A suffix automaton would find the same places; comparing the whole row in one vectorised step
+keeps the search on the device.
 """
 
 import torch

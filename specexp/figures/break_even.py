@@ -33,7 +33,7 @@ def cost_curves(costs: Costs) -> Figure:
         line = np.geomspace(1, n.max(), 200)
         left.plot(line, [1e3 * fit.pass_s(1, x, context) for x in line], "--",
                   color=style.PREDICTED, label="floor + slope")  # fmt: skip
-        left.set(ylabel=f"ms a pass and rule, {context:g} slots")
+        left.set(ylabel=f"ms per pass and rule, {context:g} slots")
         left.set_title(in_words(fit, context))
         _roofs(right, costs, n, seconds)
         for axes in (left, right):

@@ -152,7 +152,7 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
             axes.set(xlabel="temperature", xticks=sorted(each.groups))
         figure.supylabel("acceptance length, reject = 0")
         last = table[(table["temperature"] == hottest) & ~table["rule"].str.contains("lossy")]
-        more = [f"{r['rule']} accepts {abs(r['gain']):.2f} tokens a pass "
+        more = [f"{r['rule']} accepts {abs(r['gain']):.2f} tokens per pass "
                 f"{'more' if r['gain'] > 0 else 'less'} than reject"
                 for _, r in last.iterrows() if r["low"] > 0 or r["high"] < 0]  # fmt: skip
         base = summaries.length(hot[hot["rule"] == "reject"]).value

@@ -37,7 +37,7 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
                           parse_math=False)  # fmt: skip
         counts = [f"{step.accepted}/{step.drafted}" for step, _ in lines]
         axes.set_yticks(range(len(lines)), counts)
-        axes.set(ylabel="accepted/drafted, a round a line", xticks=[])
+        axes.set(ylabel="accepted/drafted, one line per round", xticks=[])
         axes.invert_yaxis()
         axes.grid(False)
         title(figure, f"One of the prompts: {output.trace.by_row[row]}")
@@ -69,7 +69,7 @@ def trees(edges: pd.DataFrame) -> Figure:
                           bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip
             axes.scatter(x, part["depth"], s=60, color=PLAIN, edgecolors=INK, zorder=3)
             length = part["accepted"].sum() / part["accepted"][0]
-            axes.set_title(f"{name}\n{length:.2f} a pass", fontsize=10)
+            axes.set_title(f"{name}\n{length:.2f} tokens per pass", fontsize=10)
             axes.set(xticks=[], yticks=range(deepest + 1), xlim=(-0.6, max(x) + 0.6))
             axes.grid(False)
         every[0].set_ylabel("depth")

@@ -44,8 +44,8 @@ log = logging.getLogger("specexp")
 
 
 def arms(pairing: Pairing, rivals: Iterable[str]) -> dict[str, Pairing]:
-    """This pairing, then those with these drafters in place of its own, each under the shortest
-    name that tells it from the others; a drafter that is named twice is there once."""
+    """This pairing and its variants with the drafters `rivals`, each under the shortest name that
+    distinguishes it from the others. A drafter that is named twice appears once."""
     every = [pairing, *(pairing.with_(drafter=name) for name in rivals)]
     names = {arm.named: brief(arm.named, [other.named for other in every]) for arm in every}
     return {names[arm.named]: replace(arm, drafter=names[arm.named]) for arm in every}
@@ -59,7 +59,7 @@ def acceptance(
 
     temperatures: run every pairing at each of these instead of at its own.
 
-    One row a pairing, temperature and prompt, with columns pairing, rule, gamma, temperature,
+    One row per pairing, temperature and prompt, with columns pairing, rule, gamma, temperature,
     category, question_id; drafted, accepted, emitted and cut (tokens), passes (of the target);
     record (`Acceptance`), and the rounds behind them (see `summaries.rounds`). Raises UserError if
     a pairing drafts nothing."""
@@ -79,9 +79,9 @@ def acceptance(
 
 @torch.inference_mode()
 def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
-    """How far the rule bends the output: total variation (0 to 1) between the distribution of a
-    round's first emitted token and the target's own, averaged over rounds. 0 for an exact rule. One
-    value a prompt, indexed by question_id. For chains only."""
+    """The bias of the rule: total variation (0 to 1) between the distribution of a round's first
+    emitted token and the target's, averaged over rounds; 0 for an exact rule. One value per prompt,
+    indexed by question_id. For chains only."""
     engine, means = pairing.engine, []
     for prompt in tqdm(prompts, desc="bias", unit="prompt"):
         [ids], distances = pairing.encode([prompt.text]), list[float]()
@@ -99,8 +99,8 @@ def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd
 def in_stages(
     engine: Engine, ids: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()
 ) -> Iterator[tuple[Draft, Forward, Verdict, Step]]:
-    """The rounds of one row, as the engine runs them: each with its draft, the target pass over it,
-    the rule's verdict, and the step as traces have it."""
+    """The rounds of one row, as the engine runs them: for each its draft, the target pass over it,
+    the rule's verdict, and its step as in a trace."""
     tree, device = single_stream_tree(engine), engine.target.device
     batch = Sequences.of([ids], max_new_tokens, slack=engine.policy.widest, eos=eos, device=device)
     seqs = engine.begin(batch)
@@ -164,12 +164,12 @@ def latency(
 def latency_by_arm(
     arms: dict[Any, Pairing], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int = 1
 ) -> pd.DataFrame:
-    """One stream at a time: all arms and plain decoding take turns on every prompt. Repeats in
-    which a drafter remembers what it saw before are left out (see `_drop_remembered_repeats`).
+    """The latency of one stream: all arms and plain decoding take turns on every prompt. Repeats in
+    which a drafter remembers the text are left out (see `_drop_remembered_repeats`).
 
-    One row an arm, prompt and repeat: the columns of `acceptance`, and arm, repeat, ttft_s, s and
+    One row per arm, prompt and repeat: the columns of `acceptance`, and arm, repeat, ttft_s, s and
     tokens (decoding time in seconds without prefill, delivered tokens), plain_s and plain_tokens
-    (the same of plain decoding)."""
+    (the same for plain decoding)."""
     pairing = next(iter(arms.values()))
     engines = {PLAIN: pairing.engine.plain()} | {arm: each.engine for arm, each in arms.items()}
     texts = pairing.encode([p.text for p in prompts])
@@ -193,15 +193,15 @@ def throughput(
     pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
     repeats: int = 2,
 ) -> pd.DataFrame:  # fmt: skip
-    """Speculation and plain decoding by turns on static batches of each size.
+    """Speculation and plain decoding take turns on static batches of each size.
 
     Every size sees the same prompts: the first max(batches), repeated to fill a batch. A size with
     fewer than `statistics.MIN_REPEATS` samples is repeated more often. EOS is ignored and only
     rounds in which every row is live are counted, so the batch really has that size.
 
-    One row a batch of prompts and repeat, with columns pairing, gamma, batch, number (of the batch
-    of prompts), repeat; s, tokens, plain_s, plain_tokens as in `latency_by_arm`, of the whole
-    batch; context (slots of the batch's buffer, without those of a draft); and the counts of
+    One row per batch of prompts and repeat, with columns pairing, gamma, batch, number (of the
+    batch of prompts), repeat; s, tokens, plain_s, plain_tokens as in `latency_by_arm`, for the
+    whole batch; context (slots of the batch's buffer, without those of a draft); and the counts of
     `acceptance`."""
     fast, plain = pairing.with_().engine, pairing.engine.plain()
     fast.eos = plain.eos = ()
@@ -233,10 +233,11 @@ def throughput(
 def _by_turns(
     engines: Mapping[Any, Engine], items: Sequence[list[list[int]]], max_new_tokens: int, label: str
 ) -> Iterator[dict[Any, Trace]]:
-    """Let all engines generate every item, a batch of token ids, in turns; their traces of an item.
+    """Let all engines generate every item, a batch of token ids, in turns; yields their traces of
+    each item.
 
-    Where rounds are recorded, an item of every buffer size comes first, uncounted, the largest
-    twice: engines share the target's cache, and recordings are lost when it grows."""
+    If rounds are recorded, one item of every buffer size is generated first as a warm-up, the
+    largest twice: engines share the target's cache, and recordings are lost when it grows."""
     widths = {engine.policy.widest for engine in engines.values()}
     shapes = {
         tuple(rounded(max(map(len, item)) + max_new_tokens + width) for width in widths): item
@@ -256,18 +257,18 @@ def _by_turns(
 def _drop_remembered_repeats(
     samples: pd.DataFrame, by: str, notes: Mapping[Any, str]
 ) -> pd.DataFrame:
-    """The samples without later repeats of an arm (a value of the column `by`) whose drafter
-    remembers text: by what `notes` say of the arm (`exactness.remembers`), or as its acceptance
-    length changes between repeats of the same prompts under the same noise. A warning says so."""
+    """The samples without the later repeats of arms (values of the column `by`) whose drafter
+    remembers text: because `notes` say so (`exactness.remembers`), or because the acceptance length
+    changes between repeats of the same prompts with the same noise. Logs a warning for each."""
     counts = samples.pivot_table(["accepted", "passes"], by, "repeat", "sum")
     lengths = 1 + counts["accepted"] / counts["passes"]
     differ = lengths.max(axis=1) > (1 + ALIKE) * lengths.min(axis=1)
     remembering = [name for name in lengths.index if differ[name] or notes[name]]
     for name in remembering:
-        repeats = f"{', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens a pass in repeats"
+        repeats = f"{', '.join(f'{x:.2f}' for x in lengths.loc[name])} tokens per pass in repeats"
         log.warning(
-            f"{by} {name}: its drafter remembers text ({notes[name] or repeats}), so its figures "
-            "are of text that it has seen, and only the first repeat counts"
+            f"{by} {name}: its drafter remembers text ({notes[name] or repeats}), so later repeats "
+            "would be of text that it has seen; only the first repeat counts"
         )
     return samples[(samples["repeat"] == 0) | ~samples[by].isin(remembering)]
 
@@ -281,8 +282,8 @@ def full_batch(trace: Trace) -> tuple[float, int]:
 def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
     """What a round of each arm costs, in time (see `_round_seconds`) and in memory.
 
-    One row an arm, with columns arm; draft_s, verify_s, rest_s (seconds of a round) and step_s (of
-    a plain step); drafted (draft tokens of a round); weights_mb and kv_bytes (MB, and bytes a
+    One row per arm, with columns arm; draft_s, verify_s, rest_s (seconds of a round) and step_s (of
+    a plain step); drafted (draft tokens of a round); weights_mb and kv_bytes (MB, and bytes per
     token, that the drafter needs besides the target's)."""
     first = next(iter(arms.values()))
     engines = {None: first.engine.plain(), **{arm: pairing.engine for arm, pairing in arms.items()}}
@@ -307,8 +308,8 @@ def pass_costs(
 ) -> pd.DataFrame:
     """What a round costs at each draft length (see `_round_seconds`).
 
-    One row a draft length, with columns gamma and draft_s, verify_s, rest_s (seconds to draft gamma
-    tokens, to verify them, and for the rule and the commit). The row gamma = 0 is a plain step."""
+    One row per draft length, with columns gamma and draft_s, verify_s, rest_s (seconds to draft
+    gamma tokens, to verify them, and for the rule and the commit). Row 0 is a plain step."""
     kinds = {g: (pairing.engine, Tree.chain(g)) for g in sorted({0, *gammas})}
     seconds = _round_seconds(kinds, pairing.encode([p.text for p in prompts]), repeats)
     return pd.DataFrame(
@@ -324,9 +325,9 @@ def _round_seconds(
     kind is a plain step.
 
     The kinds take turns, `repeats` rounds each, continuing one prompt after another. Rounds are
-    timed whole and, separately, stage by stage. The three figures add up to the whole round: stages
-    that take longer than that are scaled down to it. If a pass over several tokens seems to take
-    less time than a plain one, all are timed once more, and the second time counts."""
+    timed as a whole and, separately, stage by stage. The three figures add up to the whole round;
+    stages whose sum exceeds it are scaled down to it. If a pass over several tokens seems faster
+    than a plain one, everything is timed once more and the second timing counts."""
     seconds = _round_seconds_once(kinds, texts, repeats)
     (_, plain, _), *_ = seconds.values()
     least = min(verify for _, verify, _ in seconds.values())
@@ -355,9 +356,8 @@ def _round_seconds_once(
 
 
 def _typical(rounds: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    """rounds: (tokens drafted, seconds ...). The median seconds of rounds that drafted as many
-    tokens, averaged over that number by frequency: a lookup drafts more in some rounds than in
-    others."""
+    """rounds: (tokens drafted, seconds ...). The median seconds for each number of tokens drafted,
+    averaged by its frequency, since a lookup drafts more in some rounds than in others."""
     alike = pd.DataFrame(rounds).groupby(0)
     return tuple(np.average(alike.median(), axis=0, weights=alike.size()))
 
@@ -369,8 +369,8 @@ def _time_rounds(
     """Time rounds that continue a prompt: (tokens drafted, seconds) of whole rounds, then (tokens
     drafted, seconds to draft, seconds to verify) of rounds timed stage by stage.
 
-    The first rounds are not counted: the processor's caches still hold what another kind of round
-    left there. At the end of the output the rows are reset to its beginning."""
+    The first rounds are not counted, since the processor's caches still hold the data of another
+    kind of round. At the end of the output the rows are reset to its beginning."""
     new = max(1, min(size, engine.target.context) - len(text))
     seqs = Sequences.of([text], new, slack=tree.room, device=engine.target.device)
     seqs = engine.begin(seqs)

@@ -1,13 +1,14 @@
 """A static KV cache, written at given slots by an unmodified transformers model.
 
-A model calls `update` once per layer and pass; the layer writes the new keys and values at the
+A model calls `update` once per layer and pass. The layer writes the new keys and values at the
 slots announced by `aim` and returns the whole buffer. The mask decides which slots are read, so a
-roll back costs nothing: a row's length shrinks and stale slots are overwritten. Only for a tree
-must the accepted path be moved to the front (`keep`). A layer with a window keeps the last slots
-alone, in a ring: slot s at place s % R of R + 1, and padding at the last, which is never read.
+roll back costs nothing: a row's length shrinks, and stale slots are overwritten later. Only for a
+tree must the accepted path be moved to the front (`keep`). A layer with a window keeps only the
+last slots, in a ring: slot s is at place s % R of R + 1, and padding goes to the last place, which
+is never read.
 
-Some modules count slots where they mean positions, which in a tree are not the same. The functions
-at the end hook a copy of such a module, so that it goes by position.
+Some modules count slots where they mean positions, which differ in a tree. The functions at the end
+hook a copy of such a module, so that it counts positions.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Slots(CacheLayerMixin):
             buffer.scatter_(2, slots[:, None, :, None].expand_as(moved), moved)
 
     def get_seq_length(self) -> int:
-        return 0  # positions and mask are always explicit; nothing may be derived from a count
+        return 0  # positions and mask are always explicit; a count must not influence anything
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.seen, 0
@@ -124,9 +125,9 @@ class Slots(CacheLayerMixin):
 class SlotCache(Cache):
     """A static buffer of `batch` rows of `size` slots per layer; call `aim` before each pass.
 
-    `kinds`: its layers; a number stands for so many that read every slot. `room`: slots from the
-    root on that a round may write. `states`: those of layers that keep a state. `mark`: identifies
-    this buffer; no later cache has an equal one.
+    `kinds`: its layers; a number stands for that many layers that read every slot. `room`: slots
+    from the root on that a round may write. `states`: of the layers that keep a state. `mark`:
+    identifies this buffer; no other cache has an equal one.
     """
 
     def __init__(self, kinds: Sequence[Layer] | int, batch: int, size: int, room: int = 1) -> None:
@@ -173,7 +174,8 @@ class SlotCache(Cache):
         return torch.where(place < size - 1, first + (place - first) % (size - 1), -1)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """What an attention adds to the numbers of a pass's tokens, to subtract those of keys."""
+        """What an attention adds to the indices of a pass's tokens before it subtracts those of
+        keys: an object that makes the difference a distance by position."""
         own, place, _ = self.placed(self.kinds[layer_idx].span)
         return Distances((own - place)[:, None])
 
@@ -191,7 +193,7 @@ class SlotCache(Cache):
         return self.by_kind(lambda *span: self.mask(self._near(seen, *span), dtype))
 
     def by_kind(self, make: Callable[[int, int], Tensor]) -> Tensor | dict[str, Tensor]:
-        """What is made of the window and the chunk of every kind of layer, see `masks`."""
+        """What `make` returns for the window and chunk of every kind of layer; see `masks`."""
         spans = {layer.kind: (layer.window, layer.chunk) for layer in self.kinds}
         made = {span: make(*span) for span in set(spans.values())}
         if len(made) == 1:
@@ -205,9 +207,9 @@ class SlotCache(Cache):
         return self._near(seen, kind.window, kind.chunk)
 
     def placed(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a layer that reads `span` positions back (0: all): the position of each token of this
-        pass [b, n, 1], that of what its m places hold [b or 1, n or 1, m], and whether the token
-        sees it [b, n, m]."""
+        """For layers that read `span` positions back (0: all): the position of each token of this
+        pass [b, n, 1], the positions of the tokens in the layer's m places [b or 1, n or 1, m], and
+        whether each token sees them [b, n, m]."""
         if span not in self.positions:
             seen = None if self.visible is None else self.visible.mask(self.seen)
             self.positions[span] = self._placed(seen, span)

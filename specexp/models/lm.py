@@ -1,9 +1,9 @@
 """Any transformers causal LM, run at given slots and positions over a static cache.
 
-Targets and draft models are the same class. Contact with transformers is limited to this folder
-(fast/fused.py knows how its layers are built). An explicit mask and explicit positions are enough
-to run a ragged batch of trees through an unmodified model; load.py refuses a model for which they
-are not. A faster network may take the place of the module.
+Targets and draft models are the same class. Contact with transformers is limited to this folder,
+except that fast/fused.py knows how its layers are built. An explicit mask and explicit positions
+suffice to run a ragged batch of trees through an unmodified model; load.py refuses models for which
+they do not. A faster network may replace the module.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class Forward:
 
 
 class Network(Protocol):
-    """What an LM runs: a pass over tokens [B, n] at positions [B, n] that writes keys and values at
-    the slots the cache is aimed at. It reads the slots that are visible; if that is None,
-    each token's own slot and all before it (`SlotCache.mask`). A token of -1 is padding: what is
-    returned for it, and what its slot holds afterwards, is unspecified.
+    """What an LM runs: a pass over tokens [B, n] at positions [B, n] that writes keys and values to
+    the slots that the cache is aimed at. Each token reads the slots in `visible`; if that is None,
+    its own slot and all before it (`SlotCache.mask`). A token of -1 is padding: its output and the
+    contents of its slot are unspecified.
 
-    Returns logits of the `last` places of each row (None: of all; 0: no logits) and, for all
-    places, the hidden states `taps` concatenated (0: the embeddings; L: what the LM head reads).
+    Returns the logits of the `last` tokens of each row (None: of all; 0: no logits) and, for all
+    tokens, the hidden states `taps` concatenated (0: the embeddings; L: the LM head's input).
     """
 
     @property
     def parts(self) -> tuple[recurrent.Stepwise, ...]:
-        """What stands for its modules that have states (recurrent.py)."""
+        """The replacements of its modules that have states (recurrent.py)."""
 
     @property
     def by_length_up_to(self) -> int:
@@ -99,16 +99,16 @@ class ShortHead(Linear):
 
 
 def shorten_head(module: Any) -> None:
-    """Leave the LM head the tokens `draft_ids` of a draft's config, if it names any (FR-Spec: Zhao
-    et al. 2025, arXiv 2502.14856)."""
+    """Restrict the LM head to the tokens `draft_ids` of a draft's config, if it has any (FR-Spec:
+    Zhao et al. 2025, arXiv 2502.14856)."""
     if ids := getattr(module.config.get_text_config(), "draft_ids", None):
         module.set_output_embeddings(ShortHead(module.get_output_embeddings(), ids))
 
 
 @dataclass(frozen=True)
 class Unfused:
-    """A transformers module whose linear layers are operations. `parts`: what stands for those of
-    its modules that have states; `attends`: it takes positions and a mask."""
+    """A transformers module whose linear layers are operations. `parts`: the replacements of its
+    modules that have states; `attends`: it takes positions and a mask."""
 
     module: Any
     parts: tuple[recurrent.Stepwise, ...] = ()
@@ -154,7 +154,7 @@ class Unfused:
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
 
     def masks(self, visible: Branches | None, cache: SlotCache) -> Any:
-        """What the module is given for a mask."""
+        """The mask that the module is given."""
         return cache.masks(visible, self.module.dtype)
 
 
@@ -196,11 +196,12 @@ class LM:
         self.room, self.refed = 1, 0
 
     def apart(self, name: str = "", process: Callable[[Draft, Tensor], Tensor] | None = None) -> LM:
-        """The same weights with a cache of their own, and perhaps another name or `process`."""
+        """An LM with the same weights and a cache of its own, perhaps under another name or with
+        another `process`."""
         return LM(self.module, name or self.name, self.vocab, self.net, process or self.process)
 
     def after(self, text: Sequence[int], logits: Tensor) -> Tensor:
-        """What `process` makes of the module's logits [n, V] after the last n tokens of a text."""
+        """The module's logits [n, V] after the last n tokens of a text, after `process`."""
         n, device = len(logits), logits.device
         seqs = Sequences.of([text[: len(text) - n + 1]], 0, slack=n, device=device)
         drafted = torch.tensor([[*text[len(text) - n + 1 :]]], dtype=torch.int64, device=device)
@@ -272,7 +273,7 @@ class LM:
         """Fill slots start..stop-1 with the tokens there; returns the tapped hidden states
         [B, stop-start, taps*E], or None.
 
-        Past the length of a shorter row all is padding.
+        Slots past the length of a shorter row are padding.
         """
         B = len(seqs.tokens)
         if self.net.parts:

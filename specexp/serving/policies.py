@@ -1,4 +1,4 @@
-"""Load-aware policies: how many tokens to draft in the next round, by the load.
+"""Load-aware policies: how many tokens to draft in the next round, given the load.
 
 A policy sees the load when a round begins (`Load`), returns a plan, and learns from the outcome.
 It is named `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `greedy`, `goodput` or
@@ -24,7 +24,7 @@ from specexp.tree import MOST, Tree
 
 @dataclass(frozen=True)
 class Table(Policy):
-    """entries: pairs (rows, gamma), rising; from that many rows on, gamma tokens are drafted."""
+    """entries: pairs (rows, gamma), rising; from so many rows on, gamma tokens are drafted."""
 
     entries: tuple[tuple[int, int], ...]
 
@@ -44,8 +44,8 @@ class Table(Policy):
 
 @dataclass
 class InTurn(Policy):
-    """Drafts gamma tokens for all rows, for half of them and for none, by turns, so that a check
-    meets every kind of round."""
+    """Drafts gamma tokens for all rows, for half of them and for none, in turn, so that a check
+    covers every kind of round."""
 
     gamma: int
     rounds: int = field(default=0, init=False)
@@ -63,10 +63,10 @@ class InTurn(Policy):
 
 @dataclass
 class Bandit:
-    """Learns by trial the tokens a second of each draft length, for each power of two of rows.
+    """Learns by trial the tokens per second of each draft length, for each power of two of rows.
 
-    Needs neither a cost table nor acceptance: an upper confidence bound (Auer et al. 2002, UCB1) on
-    the logarithm of the rate. Estimates fade, since loads change.
+    It needs neither a cost table nor acceptance rates, only an upper confidence bound (Auer et al.
+    2002, UCB1) on the logarithm of the rate. Estimates fade, since loads change.
     """
 
     gammas: tuple[int, ...] = (0, *GAMMAS)
@@ -128,10 +128,10 @@ PRICED = ("greedy", "goodput")  # those that read a cost table
 
 
 def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> Policy:
-    """The policy of that name, of an entry point, of `module:Class` or of a class; a policy itself
-    is returned as it is. costs: the table that `PRICED` ones read; deepest: the longest draft that
+    """The policy that a name, an entry point, `module:Class` or a class stands for; a policy is
+    returned as it is. costs: the cost table for `PRICED` policies; deepest: the longest draft that
     the drafter can make. Raises UserError, one line, for unknown names, longer drafts and objects
-    that are no policy."""
+    that are not policies."""
     if not isinstance(name, str):
         return _own(name)
     kind, _, argument = name.partition(":")

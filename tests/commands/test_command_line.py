@@ -354,7 +354,7 @@ def test_generate_calls_the_speed_of_a_drafter_that_remembers_doubtful(
     run, tiny_folders, monkeypatch
 ):
     """Its fastest run is not its first: that has shown it the text."""
-    monkeypatch.setattr(verdict, "remembers", lambda *_: "1.00 tokens a pass on new text, ...")
+    monkeypatch.setattr(verdict, "remembers", lambda *_: "1.00 tokens per pass on new text, ...")
     target, draft = tiny_folders
     words = ["generate", "--target", target, "--drafter", draft, "--max-new-tokens", "8"]
     code, out, _ = run(*words, "--prompt", "def mean")

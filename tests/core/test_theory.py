@@ -47,7 +47,7 @@ def test_speedup_and_operations_match_table_1_of_leviathan(
 
 
 def test_tokens_per_pass_of_four_draft_tokens() -> None:
-    """Often quoted as 3.3 and 1.5 tokens a pass; four draft tokens really give 3.05 and 1.65."""
+    """Often quoted as 3.3 and 1.5 tokens per pass; four draft tokens really give 3.05 and 1.65."""
     assert round(tokens_per_pass(0.75, 4), 2) == 3.05
     assert round(tokens_per_pass(0.40, 4), 2) == 1.65
 

@@ -89,7 +89,7 @@ def test_repeats_of_a_drafter_that_remembers_are_not_pooled(pairing, caplog):
     samples = one_pairing.latency_by_arm(arms, PROMPTS, 10, repeats=3)
     assert samples.groupby("arm")["repeat"].nunique().to_dict() == {"remembers": 1, "model": 3}
     [line] = [r.message for r in caplog.records if "remembers" in r.message]
-    assert "tokens a pass on new text" in line
+    assert "tokens per pass on new text" in line
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -98,7 +98,7 @@ def test_drafter_that_has_seen_all_before_it_is_timed_is_told(pairing, caplog, r
     own = pairing.with_(drafter=Remembers())
     exact = certify(own.engine, own.encode([p.text for p in PROMPTS]), 10)
     assert exact.bugs == 0
-    assert "tokens a pass on new text" in exact.remembers
+    assert "tokens per pass on new text" in exact.remembers
     assert "its drafter REMEMBERS text" in str(exact)
     assert exact.metrics["exact/remembers"] == 1
     one_pairing.pass_costs(own, PROMPTS, [1, 3], repeats=3)
@@ -106,7 +106,7 @@ def test_drafter_that_has_seen_all_before_it_is_timed_is_told(pairing, caplog, r
     assert set(samples["repeat"]) == {0}
     lines = [r.message for r in caplog.records if "its drafter remembers text" in r.message]
     assert len(lines) == 2
-    assert all("tokens a pass on new text" in line for line in lines)
+    assert all("tokens per pass on new text" in line for line in lines)
     throughput = one_pairing.throughput(own, PROMPTS, [1], 6, repeats=3)
     assert set(throughput["repeat"]) == {0}
 
@@ -152,7 +152,7 @@ def test_drafter_that_keeps_answers_by_prompt_is_told(pairing, kind):
     own = pairing.with_(drafter=kind())
     prompts = own.encode([p.text for p in PROMPTS])
     for _ in range(2):  # what it holds of these prompts helps with no other text
-        assert "tokens a pass on new text" in certify(own.engine, prompts, 10).remembers
+        assert "tokens per pass on new text" in certify(own.engine, prompts, 10).remembers
 
 
 class Shares(Remembers):

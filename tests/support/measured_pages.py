@@ -79,7 +79,8 @@ def results() -> str:
     rows = "".join(row(table.loc[name], label) for name, label in SHOWN.items())
     return (
         f"{head}\n"
-        "| drafter | acceptance rate | tokens per pass | draft, in plain steps | verify | speedup |\n"
+        "| drafter | acceptance rate | tokens per pass "
+        "| draft, in plain steps | verify | speedup |\n"
         f"|---|---:|---:|---:|---:|---:|\n{rows}{gpu_row()}\n"
         f"{paragraph(under_load() + gpu() + real(), 120)}"
     )
@@ -94,9 +95,7 @@ def real() -> str:
         f"[{run['speedup/ci_low']:.2f}, {run['speedup/ci_high']:.2f}]"
         for run in sorted(file["runs"], key=lambda run: -run["speedup/measured"])
     ]
-    return (
-        f"[SmolLM2-135M](data/measurements/real.json), in chat on {device}: {', '.join(each)}."
-    )
+    return f"[SmolLM2-135M](data/measurements/real.json), in chat on {device}: {', '.join(each)}."
 
 
 def under_load() -> str:
@@ -159,7 +158,8 @@ def gpu_row() -> str:
         "speedup/measured": speedup["value"], "speedup/ci_low": speedup["low"],
         "speedup/ci_high": speedup["high"],
     }  # fmt: skip
-    return row(pd.Series(run), f"8B on the H100, drafting with its first {pair['weights']['draft']} layers")
+    layers = pair["weights"]["draft"]
+    return row(pd.Series(run), f"8B on the H100, drafting with its first {layers} layers")
 
 
 def gpu() -> str:
@@ -192,9 +192,9 @@ def eight_bits() -> str:
     return paragraph(
         f"On the zoo's pair, 8-bit weights shrink the draft model to {small / whole:.0%} of its "
         f"memory at no cost in acceptance: of {file['params']['gamma']} draft tokens, "
-        f"{rates['sibling-3m+int8']:.1%} are accepted instead of {rates['sibling-3m']:.1%}. On a "
-        "CPU they save no time ([data](../../data/measurements/quantised.json)).".replace("%", " %"),
-        104,
+        f"{rates['sibling-3m+int8']:.1%} are accepted instead of {rates['sibling-3m']:.1%}. On "
+        "a CPU they save no time ([data](../../data/measurements/quantised.json))."
+        .replace("%", " %"), 104,
     )  # fmt: skip
 
 
@@ -246,9 +246,9 @@ def simulated() -> str:
     return paragraph(
         f"with {held['x'].min()} to {held['x'].max()} prompts, of two kinds or Pareto-distributed, "
         f"at least {held_in} % of the 95 % intervals contain the true speedup (an earlier method: "
-        f"{held_before} %). The best of up to {false['x'].max()} draft lengths, all as fast as plain "
-        f"decoding, is called faster in at most {false_in} % of runs (earlier: {false_before} %).",
-        100,
+        f"{held_before} %). The best of up to {false['x'].max()} draft lengths, all as fast as "
+        f"plain decoding, is called faster in at most {false_in} % of runs (earlier: "
+        f"{false_before} %).", 100,
     )  # fmt: skip
 
 
@@ -287,9 +287,9 @@ def layers() -> str:
             f"[{r.low:.2f}, {r.high:.2f}]" for r in unsure.itertuples()]  # fmt: skip
     params = next(iter(families.values()))["params"]
     return paragraph(
-        "The time of a round's pass and roll back, relative to a model of as many weights (its MLPs "
-        "are wider) whose layers all attend to every token. Each cell has 1, 5 and 9 nodes in a "
-        f"chain, then 9 in a tree; bold if the whole interval lies above {MORE}. Layers are "
+        "The time of a round's pass and roll back, relative to a model of as many weights (its "
+        "MLPs are wider) whose layers all attend to every token. Each cell has 1, 5 and 9 nodes in "
+        f"a chain, then 9 in a tree; bold if the whole interval lies above {MORE}. Layers are "
         f"{params['width']:,} wide; {params['turns']} turns on one thread of a shared CPU "
         "([data](../../data/measurements/layers.json))."
     ) + (

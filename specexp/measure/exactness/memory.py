@@ -38,4 +38,4 @@ def remembers(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: 
     )
     if not max(again) > (1 + ALIKE) * new:
         return ""
-    return f"{new:.2f} tokens a pass on new text, {max(again):.2f} on the same text again"
+    return f"{new:.2f} tokens per pass on new text, {max(again):.2f} on the same text again"
