@@ -92,11 +92,11 @@ def fit(
     if rule is None:
         return
     if rule.chains_only and not tree.is_chain:
-        raise UserError(f"rule {rule.name} works on chains; use tree chain, or another rule")
+        raise UserError(f"rule {rule.name} works on chains only: use tree chain, or another rule")
     if rule.wants_q and temperature > 0 and not (limits.draws and not tree.width):
         raise UserError(
-            f"rule {rule.name} weighs draft tokens by the distribution they were drawn from, and "
-            f"those of {drafter} on this tree are chosen, not drawn: use rule match"
+            f"rule {rule.name} needs draft tokens drawn from a distribution, and {drafter}'s on "
+            "this tree are chosen, not drawn: use rule match"
         )
 
 

@@ -27,9 +27,9 @@ def bench(
     temperature: float = opt.TEMPERATURE,
     sampling: str = opt.SAMPLING,
     batches: str = opt.option(
-        "batches", "Write them as 1,8; peers uses the largest up to 8.", "1,2,4,8,16"
+        "batches", "Written as 1,8; peers uses the largest up to 8.", "1,2,4,8,16"
     ),
-    prompts: str = opt.option("prompts", "Five are used, evenly over categories."),
+    prompts: str = opt.option("prompts", "Five are used, spread evenly over the categories."),
     max_new_tokens: int = opt.MAX_NEW_TOKENS,
     repeats: int = opt.own("Timed turns per prompt; single passes get ten times as many.", 3),
     dtype: str = opt.DTYPE,
@@ -38,15 +38,15 @@ def bench(
         "Write the results (JSON) here; in a folder the file is named by device, dtype and target."
     ),
     against: Path | None = opt.own(
-        "A file written by --out before: compare the ratios; exit code 1 if any is worse."
+        "An earlier --out file to compare ratios with; exit code 1 if any is worse now."
     ),
     as_json: bool = opt.AS_JSON,
 ) -> None:
     """Is this machine limited by its hardware or by the toolkit? All timings are interleaved.
 
-    peers: other engines at the same work. roofline: a pass against memory bandwidth and its bare
-    matrix products. round: where a round's time goes. Takes two to three minutes for the zoo's
-    models on two cores. What batch, tokens and context cost: `specexp profile`.
+    peers: other engines doing the same work. roofline: a pass compared with memory bandwidth and
+    with its bare matrix products. round: where a round's time goes. Takes two to three minutes for
+    the zoo's models on two cores. For costs by batch, draft length and context: `specexp profile`.
     """
     from specexp.measure import prompts as questions
     from specexp.measure.hardware import work
@@ -109,12 +109,12 @@ def profile(
     target: str = opt.TARGET,
     drafter: str = opt.DRAFTER,
     gamma_max: int | None = opt.own(
-        "Longest draft length; default: 5, or the drafter's longest if shorter."
+        "Longest draft length. Default: 5, or the drafter's longest if shorter."
     ),
     temperature: float = opt.TEMPERATURE,
-    batches: str = opt.option("batches", "Write them as 1,8.", "1,2,4,8,16,32,64"),
+    batches: str = opt.option("batches", "Written as 1,8.", "1,2,4,8,16,32,64"),
     contexts: str = opt.option(
-        "contexts", "Write them as 128,256; times beyond the largest are extrapolated.", "128,256"
+        "contexts", "Written as 128,256; times beyond the largest are extrapolated.", "128,256"
     ),
     dtype: str = opt.DTYPE,
     device: str = opt.DEVICE,

@@ -41,8 +41,8 @@ def generate(
     device: str = opt.DEVICE,
     seed: int = opt.SEED,
     prompt: str | None = typer.Option(None, help="Text to continue.", rich_help_panel="Prompts"),
-    prompts: str | None = opt.option("prompts", "Give it instead of --prompt.", None),
-    limit: int | None = opt.option("limit", "It belongs to --prompts.", None),
+    prompts: str | None = opt.option("prompts", "Use it instead of --prompt.", None),
+    limit: int | None = opt.option("limit", "Only with --prompts.", None),
     chat: bool = opt.CHAT,
     rounds: bool = opt.own(
         "Also show one line per round, with rejected draft tokens.", False, "--rounds"
@@ -64,7 +64,7 @@ def generate(
             f"--prompt {prompt} is a file, not a text: did you mean --prompts {prompt}?"
         )
     if limit is not None and prompts is None:
-        raise UserError("--limit is a number of --prompts: leave it out with --prompt")
+        raise UserError("--limit limits --prompts: leave it out with --prompt")
     options = opt.pairing_options(ctx.params)
     if prompt is None:
         texts = load(str(prompts), None, limit)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Group, help="Run grids of experiment notebooks.", no_args_is_help=True)
 FILES = typer.Argument(help="Grid files (YAML).", metavar="FILE...")
 ONLY = own("Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable.")
-YES = own("Do not ask to confirm very many points.", False, "--yes")
+YES = own("Do not ask for confirmation of very many points.", False, "--yes")
 TOGETHER = own(
-    "Run timed points side by side too: timings get rough, and are other results.",
+    "Run timed points side by side too. Their timings are rough and count as other results.",
     False,
     "--together",
 )
@@ -63,10 +63,10 @@ def run(
         "here",
     ),
     together: bool = TOGETHER,
-    retry_failed: bool = own("Run points again that failed before.", False, "--retry-failed"),
+    retry_failed: bool = own("Run failed points again.", False, "--retry-failed"),
     force: bool = own("Run finished points again; old results are kept.", False, "--force"),
     fresh: bool = own(
-        "Start every kernel from scratch instead of forking: slower.", False, "--fresh"
+        "Start every kernel from scratch instead of forking (slower).", False, "--fresh"
     ),
     yes: bool = YES,
 ) -> None:
@@ -101,7 +101,7 @@ def status(
 ) -> None:
     """Show which points are done, running, failed or to run, and an estimate of the time left.
 
-    That a point can be built is what `validate` and `run` check.
+    It does not check that points can be built; `validate` and `run` do.
     """
     from specexp.grids import progress
     from specexp.tracking import presence, results, runs

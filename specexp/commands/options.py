@@ -39,7 +39,7 @@ def _type(param: Any, ctx: Any) -> tuple[str | None, str]:
 
 
 class _Page:
-    """What commands and groups share: errors of one line, and help without Python's types."""
+    """What commands and groups share: one-line errors, and help without Python's types."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -64,7 +64,7 @@ class _Page:
 
 
 class Group(_Page, TyperGroup):
-    """A group of commands that names the command which was meant."""
+    """A group of commands that suggests the command that was probably meant."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (name := args[0]) in self.commands:
@@ -74,7 +74,7 @@ class Group(_Page, TyperGroup):
 
 
 class Command(_Page, TyperCommand):
-    """A command that names the option which a word without one was meant for."""
+    """A command that suggests the option for an argument that stands without one."""
 
     allow_extra_args = True  # checked here
 
@@ -89,8 +89,8 @@ class Command(_Page, TyperCommand):
 
 
 def option(name: str, more: str = "", value: Any = ..., *flags: str) -> Any:
-    """The option for a parameter, explained as notebooks explain it. `more`: sentences after it;
-    `value`: its default, where that is another than the table's."""
+    """The option for a parameter, with the table's help. `more`: sentences to add to the help;
+    `value`: its default, if it differs from the table's."""
     panel = next((panel for panel, names in PANELS.items() if name in names), None)
     value = PARAMETERS[name].default if value is ... else value
     return typer.Option(value, *flags, help=help_of(name, more), rich_help_panel=panel)
@@ -102,14 +102,14 @@ def own(help: str, value: Any = None, *flags: str) -> Any:
     return typer.Option(value, *flags, help=help)
 
 
-TARGET = option("target", "NAME+int8: with 8-bit weights.")
-DRAFTER = option("drafter", "'model': the draft that the zoo has for the target.")
-GAMMA = option("gamma", "Default: 5, or the drafter's longest if shorter.")
+TARGET = option("target", "NAME+int8 has 8-bit weights.")
+DRAFTER = option("drafter", "'model' is the zoo's draft for the target.")
+GAMMA = option("gamma", "Default: 5, or the drafter's longest draft if shorter.")
 TEMPERATURE = option("temperature")
 CHAT = option("chat", "", False, "--chat")
-SAMPLING = option("sampling", "If do_sample is false there, it is greedy.")
+SAMPLING = option("sampling", "If do_sample is false there, decoding is greedy.")
 MAX_NEW_TOKENS = option("max_new_tokens")
-DTYPE = option("dtype", "float64 runs too, without the fast kernels.")
+DTYPE = option("dtype", "float64 works too, without fast kernels.")
 DEVICE = option("device")
 SEED = option("seed")
 AS_JSON = own("Print JSON instead of text.", False, "--json")
@@ -118,8 +118,8 @@ PAIRING = ("target", "drafter", "gamma", "tree", "temperature", "top_k", "top_p"
 
 
 def pairing_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for `specexp.load`: of what a command was given those of PAIRING, and the table's
-    defaults of the others."""
+    """Options for `specexp.load`: those of PAIRING that a command was given, and the table's
+    defaults for the others."""
     return {name: given.get(name, PARAMETERS[name].default) for name in PAIRING}
 
 

@@ -19,26 +19,26 @@ def serve(
         "closed:8",
     ),
     policy: list[str] | None = opt.own(
-        "plain (no drafter), never (one that never drafts), always:GAMMA, threshold:GAMMA,ROWS, "
-        "table:1=5,8=2,16=0 (rows=gamma), greedy, goodput or bandit; repeat to compare. "
-        "Default: plain, always:3, goodput."
+        "plain (no drafter), never (a drafter that never drafts), always:GAMMA, "
+        "threshold:GAMMA,ROWS, table:1=5,8=2,16=0 (rows=gamma), greedy, goodput or bandit; repeat "
+        "to compare. Default: plain, always:3, goodput."
     ),
     target: str = opt.TARGET,
     drafter: str = opt.DRAFTER,
     prompts: str = opt.option("prompts"),
     chat: bool = opt.CHAT,
-    count: int = opt.own("Requests to serve; of a trace, the first so many.", 64),
+    count: int = opt.own("Number of requests to serve; of a trace, the first ones.", 64),
     max_new_tokens: int = opt.MAX_NEW_TOKENS,
     rows: int = opt.option("rows"),
     queue: int = opt.option("queue"),
     chunk: int = opt.option("chunk"),
-    ttft_ms: float = opt.option("ttft_ms", "Goodput counts the requests within it."),
-    tpot_ms: float = opt.option("tpot_ms", "Goodput counts the requests within it."),
+    ttft_ms: float = opt.option("ttft_ms", "Goodput counts requests within both limits."),
+    tpot_ms: float = opt.option("tpot_ms", "Goodput counts requests within both limits."),
     temperature: float = opt.TEMPERATURE,
     sampling: str = opt.SAMPLING,
     dtype: str = opt.DTYPE,
     device: str = opt.DEVICE,
-    seed: int = opt.option("seed", "The arrivals depend on it, too."),
+    seed: int = opt.option("seed", "Arrivals depend on it too."),
     out: Path | None = opt.own("Write every step (CSV) here, and the timelines (PNG) beside it."),
     as_json: bool = opt.AS_JSON,
 ) -> None:

@@ -52,7 +52,7 @@ def report(
 
 @app.command("check", cls=opt.Command)
 def check() -> None:
-    """Check that every result is whole and in MLflow once, unchanged; exit code 4 if not."""
+    """Check that every result is intact and in MLflow once, unchanged; exit code 4 if not."""
     from specexp.tracking import audit
 
     raise typer.Exit(0 if audit.show(opt.console) else 4)

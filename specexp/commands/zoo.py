@@ -67,14 +67,16 @@ def train(
         "Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
     ),
     heads: str | None = opt.own("Train heads for --target instead: medusa, eagle or eagle3."),
-    draft: bool = opt.own("Make a draft model of --target's own layers instead.", False, "--draft"),
-    target: str | None = opt.own("Of --heads or --draft: zoo name, folder or hub id [target-10m]."),
+    draft: bool = opt.own("Train a draft model from --target's layers instead.", False, "--draft"),
+    target: str | None = opt.own(
+        "Target of --heads or --draft: zoo name, folder, hub id [target-10m]."
+    ),
     text: Path | None = opt.own(
-        "Of --heads: a text file to train on; of --draft: a file of prompts that the "
+        "With --heads: a text file to train on; with --draft: a file of prompts that the "
         "target answers [the zoo's own text]."
     ),
-    layers: int | None = opt.own("Of --draft: layers to keep [an eighth of the target's]."),
-    minutes: float | None = opt.own("Of --draft: how long writing and training take [20]."),
+    layers: int | None = opt.own("With --draft: layers to keep [an eighth of the target's]."),
+    minutes: float | None = opt.own("With --draft: minutes for writing answers and training [20]."),
     device: str = opt.DEVICE,
     quick: bool = opt.own("Train only a few steps, to test the setup.", False, "--quick"),
 ) -> None:
@@ -204,9 +206,11 @@ def fetch(
 @app.command("twin", cls=opt.Command)
 def twin(
     params: str = opt.own("Size, in the shapes of Llama 3: 200M, 1B, 8B, 70B.", ...),
-    alpha: float | None = opt.own("Acceptance probability to reach, per token of a greedy chain."),
+    alpha: float | None = opt.own(
+        "Acceptance probability to reach for draft tokens of greedy chains."
+    ),
     damp: float | None = opt.own(
-        "Instead of --alpha: the factor on the output of the deep layers."
+        "Instead of --alpha: a factor that scales the output of the deep layers."
     ),
     out: Path | None = opt.own("Folder to write both models to; default: mlruns/twins."),
     dtype: str = opt.option("dtype", "", "bfloat16"),
@@ -214,8 +218,8 @@ def twin(
     force: bool = opt.own("Replace existing twins of the same name.", False, "--force"),
     as_json: bool = opt.AS_JSON,
 ) -> None:
-    """Create a target and a draft of a real model's shape with random weights and a chosen
-    acceptance, to measure true costs at any scale without a download.
+    """Create a target and a draft with the shape of a real model, random weights and a chosen
+    acceptance probability, to measure real costs at any scale without a download.
 
     Example: `specexp zoo twin --params 200M --alpha 0.8`
     """

@@ -176,7 +176,7 @@ def warn_of_short_context(drafter: Drafter, length: int) -> None:
     """Warn, once, of a drafter whose context is too short for a text of `length` tokens."""
     if 0 < drafter.context <= length:
         warn_once(
-            "%s reads at most %d tokens: nothing is drafted in a batch with a text as long; use "
+            "%s reads at most %d tokens: nothing is drafted in a batch with a text that long; use "
             "shorter prompts, fewer new tokens or another drafter", drafter.name, drafter.context,
         )  # fmt: skip
 
@@ -198,7 +198,7 @@ def _own(request: Request) -> Prepared:
     if isinstance(own, nn.Module) and not isinstance(own, Drafter):
         return cast(Prepared, _module("model").in_memory(request))
     if isinstance(own, type) and not issubclass(own, Drafter):
-        raise UserError(f"{about} is a class that is no drafter: subclass specexp.Drafter")
+        raise UserError(f"{about} is a class, but not a drafter: subclass specexp.Drafter")
     if inspect.isabstract(own):
         raise UserError(f"{about} has no propose(self, seqs, tree, rng): define it")
     if not isinstance(own, Drafter):

@@ -243,7 +243,7 @@ def _check(point: Point, folder: Path) -> None:
         problems = mlflow_view.problems_of(record)
         logged = dict(record["params"])
     except FileNotFoundError:
-        raise Failure("invalid-result", "the notebook never called track.log") from None
+        raise Failure("invalid-result", "the notebook never called runs.log") from None
     except (AttributeError, KeyError, TypeError, ValueError):
         raise Failure("invalid-result", f"{results.RESULT} cannot be read") from None
     if not point.timed and (timings := [n for n in record["metrics"] if n.startswith(TIMINGS)]):

@@ -135,7 +135,7 @@ def facts_of_policy(policy: str, deepest: int, fluid: bool) -> Answer:
     from specexp.serving import policies
 
     if fluid and policy == "bandit":
-        raise UserError("bandit learns by trying, which a fluid model cannot: use goodput")
+        raise UserError("bandit learns by trial, which this simulation cannot model: use goodput")
     if policy in PRICED:
         return None, []
     return None, [] if objects.is_shipped(policies.of(policy, None, deepest)) else [OWN_CODE]

@@ -381,7 +381,7 @@ def _parse(record: Any, number: int, category: str) -> tuple[str, Prompt | None]
     try:
         "".join((system, *turns, *answers)).encode()
     except UnicodeEncodeError:
-        raise UserError("a turn holds half a surrogate pair, which is no text") from None
+        raise UserError("a turn holds half a surrogate pair, which is not valid text") from None
     chat = record.get("chat") or False  # a table has "", or None, where a row says nothing
     if isinstance(chat, str):
         chat = {"true": True, "false": False}.get(chat.strip().lower(), chat)

@@ -45,7 +45,7 @@ class Server:
         check_type("chunk", chunk, "int")
         check_type("queue", queue, "int")
         if chunk < 1 or queue < 0:
-            raise UserError(f"chunk is {chunk} and queue {queue}; at least 1 and 0 are needed")
+            raise UserError(f"chunk is {chunk} and queue {queue}; use at least 1 and 0")
         self.rows, self.policy, self.chunk, self.queue = rows, policy, chunk, queue
         self.occupied: list[Row | None] = [None] * rows.count
         self.usable = rows.count  # fewer once memory has run out

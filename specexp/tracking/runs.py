@@ -170,7 +170,7 @@ def _write(
     tables: Mapping[str, pd.DataFrame], figures: Mapping[str, Any],
 ) -> None:  # fmt: skip
     if (attempt / results.RESULT).exists():
-        raise UserError("this notebook called track.log before: one run logs once")
+        raise UserError("this notebook has called runs.log before; call it once per run")
     for name, table in tables.items():  # in a folder, as MLflow lists files by path: figures first
         (attempt / "tables").mkdir(exist_ok=True)
         table.to_parquet(attempt / "tables" / f"{name}.parquet")

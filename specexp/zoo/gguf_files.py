@@ -86,7 +86,7 @@ def convert(file: Path, folder: Path, facts: dict[str, Any]) -> Path:
         {k: v for k, v in read.config.to_dict().items() if k != "quantization_config"}
     )
     if missing := sorted(report["missing_keys"]):
-        raise UserError(f"cannot read {file}: it lacks {missing[0]}, or under an unknown name")
+        raise UserError(f"cannot read {file}: it lacks {missing[0]}, or names it otherwise")
     if unread := next(_unread(content, read, config), None):
         raise UserError(f"cannot read {file}: transformers ignores its {unread}")
     model = type(read)(config).float()  # the one that was read refuses to be saved

@@ -440,7 +440,7 @@ class Bare(Alternate):
     ("options", "line"),
     [
         ({"drafter": NoPropose}, "drafter NoPropose has no propose(self, seqs, tree, rng)"),
-        ({"drafter": Reject}, "drafter Reject is a class that is no drafter: subclass specexp.Dra"),
+        ({"drafter": Reject}, "drafter Reject is a class, but not a drafter: subclass specexp.Dra"),
         ({"drafter": 7}, "drafter int is of type int: give a name, a specexp.Drafter"),
         (
             {"drafter": lambda request: 7},

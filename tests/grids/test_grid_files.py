@@ -846,7 +846,7 @@ def test_check_rejects_policy_deeper_than_its_drafter():
         ({"streams": []}, "streams is empty; give at least one"),
         ({"swing": 1.5}, "swing is 1.5; it is a share of the mean rate, from 0 to 1"),
         ({"policy": "bandit", "requests_per_day": 9},
-         "bandit learns by trying, which a fluid model cannot: use goodput"),
+         "bandit learns by trial, which this simulation cannot model: use goodput"),
         ({"target": "./nowhere"}, "there is no folder ./nowhere"),
         ({"target": "models/of/mine"}, "there is no folder models/of/mine"),
     ],

@@ -137,10 +137,10 @@ KINDS = {
     "exits": ("invalid-result", "raised SystemExit"),
     "dies": ("kernel-died", "exited with status 0"),
     "killed": ("kernel-died", "killed by SIGKILL"),
-    "nothing": ("invalid-result", "track.log"),
+    "nothing": ("invalid-result", "runs.log"),
     "nan": ("error", "not a finite number"),
     "other": ("invalid-result", "parameters that differ from its own: x"),
-    "twice": ("error", "one run logs once"),
+    "twice": ("error", "call it once per run"),
 }
 
 
