@@ -162,7 +162,7 @@ class Acceptance:
         return tuple(b / a for a, b in itertools.pairwise(reached))
 
     def __str__(self) -> str:
-        a_pass = f"{self.emitted / self.passes:.2f} a pass" if self.passes else "none"
+        a_pass = f"{self.emitted / self.passes:.2f} per pass" if self.passes else "none"
         if self.cut:
             a_pass += f", {self.length:.2f} with the {self.cut} cut off at the end"
         drafted = counted(self.drafted, "draft token")

@@ -25,7 +25,7 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
         right.axhline(limit, color="k", lw=1, ls=":", label=f"limit {limit:.3g} ms")
         for axes in (left, right):
             batch_axis(axes, [2**i for i in range(most.bit_length())])
-            axes.set_xlabel("streams of a replica")
+            axes.set_xlabel("streams per replica")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         right.set(ylabel="ms per token of a stream",
                   ylim=(0, min(table["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip

@@ -149,9 +149,9 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
     pays = predicted.loc[predicted["speedup"] > 1, "gamma"]
     with style.panels(2, 5.25, 4.2) as (figure, (left, right)):
         left.plot(predicted["gamma"], predicted["tokens"], "o-", color=COLOURS["accepted"],
-                  label="tokens a round")  # fmt: skip
+                  label="tokens per round")  # fmt: skip
         left.plot(costs["gamma"], rounds_s(costs) / step_s(costs), "s-",
-                  color=COLOURS["rejected"], label="cost of a round in plain steps")  # fmt: skip
+                  color=COLOURS["rejected"], label="cost per round, in plain steps")  # fmt: skip
         style.title(figure, gamma_panel(right, measured, predicted),
               no_intervals="predictions and medians of round costs (left)")  # fmt: skip
         left.set(xlabel="draft length γ", xticks=predicted["gamma"],

@@ -42,7 +42,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
     elif hardest["high"] < easiest["low"]:
         claim = f"certainly lower on {hardest['category']} than on {easiest['category']}, {claim}"
     else:
-        claim += ", which so few prompts do not tell apart"
+        claim += "; too few prompts to tell them apart"
     return heat_map(table, f"Acceptance rate of {hardest['pairing']} by kind of text: {claim}",
                 notes, hatched)  # fmt: skip
 
@@ -172,7 +172,7 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
     tall = 2.0 + 0.42 * len(table)
     with style.panels(2, 5.25, tall, sharey=True) as (figure, (lengths, biases)):
         _bars(lengths, table, "rule", "length", looks)
-        lengths.set_xlabel("tokens a target pass")
+        lengths.set_xlabel("tokens per target pass")
         _bars(biases, table, "rule", "bias", looks)
         most = max(0.1, table["bias_high"].max() * 1.05)
         biases.set(xlabel="bias (total variation, first token)", xlim=(-most / 40, most))
@@ -322,7 +322,7 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
         axes.set(ylabel="tokens/s, all streams", ylim=(0, None))
         style.title(figure,
               f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: "
-              f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens a second in plain "
+              f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens/s in plain "
               f"decoding, {last['tok_s'] / first['tok_s']:.1f}x with speculation"
               + summaries.doubt_of_speedups(summaries.judged(by_batch))
         )  # fmt: skip

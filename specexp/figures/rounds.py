@@ -21,7 +21,7 @@ MIN_ROUNDS = 10  # rounds that a share should rest on
 
 
 def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
-    """The first rounds of a row, one a line: each token in the colour of its origin, the rejected
+    """The first rounds of a row, one per line: each token in the colour of its origin, the rejected
     draft tokens hatched."""
     lines = list(by_kind(output.trace.rounds, output.tokens[row], row))[:most]
     texts = [[(kind, _label(output.decode([t]))) for t, kind in line] for _, line in lines]

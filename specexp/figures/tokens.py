@@ -36,11 +36,11 @@ class Look(NamedTuple):
 LOOKS = {
     "accepted": Look("green", "[{}]", "background: {}50", "draft token accepted"),
     "corrected": Look("bold yellow", "<{}>", "background: {}66; font-weight: bold",
-                      "the target's in place of a rejected one"),
+                      "target's token in place of a rejected one"),
     "bonus": Look("bold cyan", "+{}+",
                   "background: {}50; font-weight: bold; text-decoration: underline",
-                  "the target's after accepted ones"),
-    "plain": Look("default", "{}", "", "nothing was drafted"),
+                  "target's token after an accepted draft"),
+    "plain": Look("default", "{}", "", "nothing drafted"),
     "rejected": Look("dim strike red", "~{}~", "background: {}33; text-decoration: line-through",
                      "draft token rejected"),
 }  # fmt: skip

@@ -52,7 +52,7 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
         right.axhline(0, color=style.PLAIN, lw=1.5)
         for axes in (left, middle, right):
             style.batch_axis(axes, sorted(set(rates["load"])))
-            axes.set_xlabel("streams served together")
+            axes.set_xlabel("concurrent streams")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         middle.set_ylabel("tokens/s, plain decoding = 1")
         right.set(ylabel="regret: share of tokens/s lost",

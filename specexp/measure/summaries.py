@@ -115,7 +115,7 @@ def speedups(
 
     samples: rows of `one_pairing.latency`, `latency_by_arm` or `throughput`. Columns: that one;
     speedup with its interval low, high and doubt (see `statistics.Interval`); tok_s and plain_tok_s
-    (tokens a second); acceptance length and rate. All intervals hold at once, so that any row may
+    (tokens per second); acceptance length and rate. All intervals hold at once, so that any row may
     be picked. What cannot be, by itself or by what is `expected`, is marked (see `judged`).
 
     Column promised, the same in all rows: the speedup to expect of the fastest, without the luck by
@@ -263,7 +263,7 @@ def foreseen(samples: pd.DataFrame, by: str, costs: pd.DataFrame) -> pd.DataFram
 
 
 def fastest(measured: pd.DataFrame) -> pd.Series:
-    """The fastest row of `speedups`, with the speedup and the tokens a second that it promises."""
+    """The fastest row of `speedups`, with the speedup and the tokens/s that it promises."""
     best = measured.loc[measured["speedup"].idxmax()].copy()
     best["measured"], best["speedup"] = best["speedup"], best["promised"]
     best["low"] = min(best["low"], best["promised"])
