@@ -5,10 +5,10 @@ BIN  := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 export MLFLOW_DISABLE_TELEMETRY := true
 export TOKENIZERS_PARALLELISM := false
-unexport PYTHONDONTWRITEBYTECODE  # of hundreds of processes each would compile all it imports
+unexport PYTHONDONTWRITEBYTECODE  # else each of hundreds of processes compiles all that it imports
 
-# For make gpu: the machine's own Python on this checkout, how long a stage may take, the output
-# folder, and the options of bench on a twin.
+# For make gpu: the machine's own Python on this checkout, the output folder, the time limit of a
+# stage, and the options of bench on a twin.
 HERE  = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY)
 OUT  ?= data/measurements
 MINUTES ?= 9
@@ -19,7 +19,7 @@ PAIR  = mlruns/twins/twin-$(shell echo $(TWIN) | tr A-Z a-z)
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
-demo: $(STAMP)   ## install, run the demo grids, print the comparison (REAL=1: of a pretrained 135M)
+demo: $(STAMP)   ## install, run the demo grids, print the comparison (REAL=1: with a pretrained 135M model)
 ifdef REAL
 	$(BIN)/specexp zoo fetch smollm2
 	$(BIN)/specexp zoo train --draft --target smollm2 --minutes 6
@@ -36,7 +36,7 @@ test: $(STAMP)   ## install, lint, type-check, run the tests
 test-all: $(STAMP)  ## run all tests, slow ones included: hours (no lint)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow or not slow"
 
-gpu:             ## a GPU's tests, kernels, passes and bench, in stages (STAGE=smoke, MINUTES=9), with PY's packages
+gpu:             ## on a GPU: tests, kernels, passes and bench, in stages (STAGE=smoke, MINUTES=9), with PY's packages
 	$(HERE) -m support.gpu_stages $(if $(STAGE),--stage $(STAGE)) --minutes $(MINUTES) --out $(OUT)
 ifdef TWIN
 	test -d $(PAIR)-target || $(HERE) -m specexp zoo twin --params $(TWIN) --alpha 0.8

@@ -1,9 +1,8 @@
-"""Checks of drafters, rules and policies that are not shipped here, before an experiment uses them.
+"""Checks of drafters, rules and policies that do not ship with specexp, before they are used.
 
-First what they must have (`drafter`, `rule`, `policy`); then a few rounds on two short rows, in
-which everything that they return is read on the host (`try_out`). These rounds run on copies in
-checking wrappers. What drafts and judges afterwards is the user's own object, wrapped by nothing,
-so a round costs what it costs.
+First their interfaces (`drafter`, `rule`, `policy`); then a few rounds on two short rows, in which
+everything that they return is read on the host (`try_out`). These rounds run on copies in checking
+wrappers. Afterwards the user's own objects run without any wrapper, so timings are not affected.
 """
 
 import copy
@@ -31,7 +30,7 @@ _SUM = 1e-3  # how far the sum of a distribution may be from 1
 
 
 def policy(thing: Any) -> Policy:
-    """The policy itself, or an instance of the class. Raises UserError if it is none."""
+    """The policy itself, or an instance of the class. Raises UserError for anything else."""
     if isinstance(thing, type):
         thing = construct("policy", thing.__name__, thing)
     about = f"policy {type(thing).__name__}"
@@ -69,8 +68,8 @@ def drafter(thing: Drafter, target: LM) -> Drafter:
 
 def try_out(engine: Engine) -> None:
     """Run a few rounds with copies of the engine's drafter, rule and policy and check what they
-    return. Raises UserError, one line that names the object; the exceptions of the object's own
-    code are left as they are. Does nothing if all three are shipped."""
+    return. Raises UserError, one line that names the object; exceptions of the object's own code
+    are not changed. Does nothing if all three ship with specexp."""
     if is_shipped(engine.drafter) and is_shipped(engine.rule) and is_shipped(engine.policy):
         return
     target = engine.target

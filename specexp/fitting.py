@@ -1,4 +1,4 @@
-"""Whether options fit each other: a draft's shape, a drafter's limits, a rule, a vocabulary.
+"""Do options fit together: a draft's shape, a drafter's limits, a rule, a vocabulary?
 
 Only names and numbers are compared, so that a plan is checked without importing torch.
 """
@@ -50,8 +50,8 @@ class Limits:
 
 
 def limits_of(method: str, argument: str, layers: int) -> Limits | None:
-    """The limits of a drafter that ships, but for what its heads set. None for one that has to be
-    asked, and for an argument that it refuses. layers: of the target."""
+    """The limits of a drafter that ships with specexp, except those that its heads set. None if the
+    drafter itself must be asked, or refuses the argument. layers: of the target."""
     numbered = {"early_exit": max(1, layers // 4), "ngram": 3, "recycle": 8, "suffix": 16}
     if method in ("model", "eagle", "medusa"):
         return Limits(draws=True)

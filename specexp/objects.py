@@ -1,4 +1,4 @@
-"""From a text to an object: a drafter, rule or policy that is not shipped here.
+"""From a name to an object: drafters, rules and policies that do not ship with specexp.
 
 A text is `NAME` or `NAME:ARGUMENT`, where a package registered NAME as an entry point in the group
 `specexp.drafters`, `specexp.rules` or `specexp.policies`; or `module:Object` or

@@ -1,7 +1,7 @@
-"""How rounds are run: one operation after the other, or recorded once and then replayed.
+"""How rounds run: operation by operation, or recorded once and then replayed.
 
-The engine hands every round to a recorder. This one just runs it. Those in fast/ replay it: as one
-CUDA graph on a GPU, as a list of compiled calls on a CPU.
+The engine hands every round to a recorder. The one in this file simply runs it. Those in fast/
+replay it: on a GPU as one CUDA graph, on a CPU as a list of compiled calls.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Recorder:
     """Runs every round operation by operation; recorders in fast/ subclass it.
 
     warm: rounds of a shape that run before one is recorded. ahead: further rounds that may be
-    running while the host reads a report. steady: the last round took as long as further rounds
-    like it will; False if it was a warm-up or was recorded.
+    running while the host reads a report. steady: whether the last round's time is typical; False
+    if it was a warm-up or was recorded.
     """
 
     warm = 0

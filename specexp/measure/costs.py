@@ -1,7 +1,7 @@
 """Measures the cost table of an engine on this machine.
 
-Rounds and prefills are timed with every draft token made, after a warm-up, in blocks of one kind.
-What comes out is a table (serving/cost_table.py) that knows nothing of how it was measured.
+Rounds, in which every draft token is drafted, and prefills are timed after a warm-up, in blocks of
+one kind. The result is a table (serving/cost_table.py) that is independent of how it was measured.
 """
 
 import platform

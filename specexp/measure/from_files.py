@@ -1,9 +1,9 @@
-"""What the files of a model's folder decide by themselves, read without torch and transformers.
+"""Facts of a model, read from the files of its folder without torch and transformers.
 
-This is for what occurs most: Llama and Qwen 3, tokenizers that are their tokenizer.json, heads of
-Medusa and EAGLE-3, drafters that ship. All here return None for anything else and anything strange:
-a field that is not listed, a size that does not fit, a hub id, 8-bit weights. Then `names` asks
-transformers, which also says what is wrong.
+This covers the most common cases: Llama and Qwen 3, tokenizers defined by their tokenizer.json
+alone, Medusa and EAGLE-3 heads, and drafters that ship with specexp. For anything else or unusual
+(an unlisted field, a size that does not fit, a hub id, 8-bit weights), the functions here return
+None. Then `names` asks transformers, which also says what is wrong.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Interleaved timing: the arms of a comparison are called in turns.
 
-The speed of a shared machine drifts. Arms called one after another, in reverse order every other
-turn, meet the same drift, so their ratios are reproducible where their seconds are not. The unit of
-every interval is the turn.
+The speed of a shared machine drifts. Arms that are called one after another, in reverse order every
+other turn, meet the same drift, so their ratios are reproducible even if their seconds are not. The
+unit of every interval is the turn.
 """
 
 import math

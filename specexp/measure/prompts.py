@@ -1,4 +1,4 @@
-"""Prompts from files as people have them, or from the sets that ship with the project.
+"""Prompts from files in common formats, or from the sets that ship with the project.
 
 FORMATS lists the kinds of file. A record of any of them holds its text under the first of these
 keys that it has: `turns` (MT-bench, Spec-Bench), `prompt`, `messages` (chat), `conversations`
@@ -7,8 +7,8 @@ file's name, and `"chat": true` for the target's chat template. Other keys are i
 a broken record is rejected as a whole, and the error names the lines; a conversation in which no
 user speaks is left out, and counted.
 
-A prompt is a text to continue, as it stands. An instruct model without its chat template writes
-what it would not write in use, and the acceptance rate is not that of its use: see `in_chat`.
+A prompt is a text to continue, unchanged. Without its chat template, an instruct model writes other
+texts than in use, and its acceptance rate is not that of its use: see `in_chat`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The cost table: measured times of rounds on one machine, with interpolation.
 
-Drafting is timed over (batch, gamma, context), all else of a round over (batch, tokens a row,
+Drafting is timed over (batch, gamma, context), the rest of a round over (batch, tokens per row,
 context), prefill over the prompt's length. *Context* is the number of slots of the static buffers,
 in which rows are of unequal length: some passes read all slots, compiled ones those of each row.
 Policies, the simulator and the break-even maps ask the table what a round would take, thousands of
 times a second: axes and values are kept as plain lists, which are faster to index than arrays.
 
-The table knows neither how it was measured (measure/costs.py) nor which draft length is best.
+How the table is measured is in measure/costs.py; choosing a draft length is up to its readers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rows over an engine: requests enter, are prefilled, decoded and leave; memory stays.
+"""Rows over an engine: requests enter, are prefilled, decoded and leave; memory stays allocated.
 
-Passes cover windows of the rows: the rows in use, and as many slots as their sequences need;
-captured rounds cover free rows too, so that few sizes are captured. The round is the engine's.
-Nothing is decided here: server.py does that, and simulated_rows.py has rows with the same interface
-that run no model.
+A pass covers a window: the rows in use, and as many slots as their sequences need. Captured rounds
+also cover free rows, so that only a few sizes need capturing. The round is the engine's. All
+decisions are made in server.py; simulated_rows.py has rows with the same interface that run no
+model.
 """
 
 import logging

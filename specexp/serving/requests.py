@@ -1,4 +1,4 @@
-"""What a server is asked for, what it returns, and what it notes of its rows and steps."""
+"""A server's requests and responses, and its records of rows and steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ State = Literal["waiting", "reading", "writing", "done", "refused", "failed"]
 @dataclass(frozen=True)
 class Request:
     """prompt: token ids; new: the most tokens to generate; at_s: arrival, in seconds from the
-    start; stream: the name of its noise; kind: its category, for tables."""
+    start; stream: its noise stream; kind: its category, for tables."""
 
     prompt: Sequence[int]
     new: int

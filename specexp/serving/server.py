@@ -1,12 +1,12 @@
 """Continuous batching: requests wait, are prefilled in chunks, decoded round by round, and leave.
 
-One step of the server admits the requests for which there are rows, prefills one chunk of their
+One step of the server admits requests while there are free rows, prefills one chunk of their
 prompts and runs one round, in which each row drafts as much as the policy says. A drafter that has
-not read all of a row first catches up, a chunk a step; a drafter that reads prompts sits out a
-row's first round, so that no first token waits for it. A row is free as soon as its request is
-done: the next request takes it, or the last row moves into it, so that passes cover no more rows
-than are in use. The server does not know what its rows are made of: an engine (engine_rows.py) or a
-simulation (simulated_rows.py).
+not read all tokens of a row first catches up, one chunk per step. A drafter that reads prompts does
+not draft in a row's first round, so that no first token waits for it. A row is free as soon as its
+request is done. The next request takes it, or the last row moves into it, so that passes cover no
+more rows than are in use. The rows run on an engine (engine_rows.py) or in a simulation
+(simulated_rows.py); the server does not know which.
 """
 
 import logging
@@ -31,9 +31,9 @@ NEAR = 16  # tokens: rows whose drafter lacks at most so many catch up together,
 class Server:
     """Serves requests on rows under a policy.
 
-    chunk: prompt tokens prefilled a step, by the target and again by the drafter, so that a long
-    prompt does not stall the requests being decoded; queue: requests that may wait, beyond which
-    they are refused.
+    chunk: prompt tokens prefilled per step, by the target and again by the drafter, so that a long
+    prompt does not stall the requests being decoded. queue: the most requests that may wait;
+    further ones are refused.
     """
 
     def __init__(self, rows: AnyRows, policy: Policy, chunk: int = 512, queue: int = 1024) -> None:

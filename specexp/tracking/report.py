@@ -308,7 +308,7 @@ def exactness(part: Sequence[Run]) -> str:
     text = f"The output was the target's in {passed} of {len(checked)} checked runs"
     text += f" ({tokens:,.0f} tokens compared"
     if smallest := [m["exact/detectable_tv"] for m in checked if "exact/detectable_tv" in m]:
-        text += f"; a total variation of {max(smallest):.2g} in the mean of draws would show"
+        text += f"; a mean total variation of {max(smallest):.2g} would be detected"
     text += ")"
     if passed < len(checked):
         bugs = sum(metrics.get("exact/bugs", 0) for metrics in checked)

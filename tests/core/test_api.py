@@ -283,10 +283,7 @@ def test_compare_with_plain_prints_the_speedup_and_the_verdict(load):
     first, second = str(comparison).splitlines()
     assert first.startswith("speedup ")
     assert second.startswith("exact: 24 tokens in 3 rows compared with plain decoding: identical; ")
-    assert (
-        f"a total variation of {comparison.exactness.detectable:.2g} in the mean would show"
-        in second
-    )
+    assert f"detects a mean total variation of {comparison.exactness.detectable:.2g}" in second
     assert repr(comparison) == str(comparison)
     assert load(Ones(), rule="typical:0.9", temperature=1.0).compare_with_plain(
         TEXTS[0], 4).exact is False  # fmt: skip

@@ -278,8 +278,8 @@ def failed(broken, prompts=MANY, length=40) -> list[str]:
     assert 0 < exact.metrics["exact/detectable_tv"] < 0.13
     single = exact.metrics["exact/detectable_tv_row"]
     assert exact.metrics["exact/detectable_tv"] < single <= 1
-    assert f"of {single:.2g} in a single row" in str(exact)
-    assert f"a total variation of {exact.detectable:.2g} in the mean would show" in str(exact)
+    assert f"or {single:.2g} in a single row" in str(exact)
+    assert f"detects a mean total variation of {exact.detectable:.2g}" in str(exact)
     return [check.what for check in exact.checks if not check.passed]
 
 
@@ -417,7 +417,7 @@ def test_rule_that_is_wrong_in_one_row_of_many_is_a_bug():
     assert "tokens of amiss in one row on fresh noise" in [check.what for check in amiss]
     assert all(check.bias < check.detectable < check.in_row for check in amiss)
     in_row = max(check.in_row for check in exact.checks)
-    assert f" in the mean would show, of {in_row:.2g} in a single row; a false" in str(exact)
+    assert f", or {in_row:.2g} in a single row, with one false alarm" in str(exact)
 
 
 def test_token_of_probability_zero_is_a_bug():

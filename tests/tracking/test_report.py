@@ -83,7 +83,7 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert "certainly faster. It is the best of 2 runs" in text
     assert "certainly better than the others" in text
     assert "75% [60, 85]" in text
-    said = "(200 tokens compared; a total variation of 0.12 in the mean of draws would show)"
+    said = "(200 tokens compared; a mean total variation of 0.12 would be detected)"
     assert f"in 2 of 2 checked runs {said}" in text
     assert "specexp grid run 'of mine.yaml'" in text
     assert "results/a" in text

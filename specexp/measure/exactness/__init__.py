@@ -10,7 +10,7 @@ Five questions, each about what ran (verdict.py puts the answers together):
   real rounds are counted against their own distributions (draws.py).
 - Does the drafter remember text, so that what it accepts here is not what it would accept of new
   text (memory.py)? That is no fault of the output, but is said beside it.
-- How small a fault would show? The verdict states it beside the answer.
+- How small a fault would be detected? The verdict states it beside the answer.
 
 (Tests prove by exact enumeration that the shipped rules keep the distribution.)
 """

@@ -41,9 +41,9 @@ class Exactness:
     `lossy`: name of the engine's rule if it changes the target's distribution, whatever the
     comparison shows; `replaced`: its name if Match was run in its place; both else "". `alone`:
     tokens whose logits were compared with those of the module without a cache; `strays`: how many
-    of them differ beyond rounding; `unlikely`: how many of a greedy run are not the likeliest by
-    the very logits that the rule saw. checks: of draws of a sampled run. `remembers`: by what its
-    drafter shows that it remembers text (`memory.remembers`), else ""."""
+    of them differ beyond rounding; `unlikely`: how many tokens of a greedy run are not the
+    likeliest by the logits that the rule saw. checks: those of the draws of a sampled run.
+    `remembers`: the evidence that its drafter remembers text (`memory.remembers`), else ""."""
 
     rows: int
     lossy: str = ""
@@ -71,13 +71,13 @@ class Exactness:
 
     @property
     def detectable(self) -> float:
-        """The least total variation, mean over draws, that every check of draws would find; NaN
-        without one."""
+        """The smallest total variation, mean over draws, that every check of draws detects; NaN if
+        there is none."""
         return max((check.detectable for check in self.checks), default=float("nan"))
 
     @property
     def detectable_in_row(self) -> float:
-        """The same of a fault in a single row."""
+        """The same for a fault in a single row."""
         return max((check.in_row for check in self.checks), default=float("nan"))
 
     @property
@@ -105,20 +105,22 @@ class Exactness:
         compared = f"{counted(self.tokens, 'token')} in {counted(self.rows, 'row')}"
         parts = [f"{compared}{how} compared with plain decoding: {result}"]
         if self.alone:
-            result = counted(self.strays, "bug") if self.strays else "equal but for rounding"
+            result = counted(self.strays, "bug") if self.strays else "equal up to rounding"
             logits = f"logits of {counted(self.alone, 'token')} with the unmodified model's"
             parts.append(f"{logits}: {result}")
         if self.unlikely:
             parts.append(f"BUG: {self.unlikely} of them are not the likeliest of their own round")
         parts += [str(check) for check in self.checks]
         if self.checks:
-            single = f", of {self.detectable_in_row:.2g} in a single row" if self.rows > 1 else ""
+            single = f", or {self.detectable_in_row:.2g} in a single row" if self.rows > 1 else ""
             parts[-1] += (
-                f" (a total variation of {self.detectable:.2g} in the mean would show{single}; a "
-                f"false alarm is one in {1 / ALARM:,.0f})"
+                f" (this detects a mean total variation of {self.detectable:.2g}{single}, with one "
+                f"false alarm in {1 / ALARM:,.0f} runs)"
             )
         if self.remembers:
-            parts.append(f"its drafter REMEMBERS text ({self.remembers}): figures are of seen text")
+            parts.append(
+                f"its drafter REMEMBERS text ({self.remembers}): figures are of text seen before"
+            )
         line = "; ".join(parts)
         return f"{line}; but the rule is {self.lossy}" if self.lossy else line
 
