@@ -1,4 +1,4 @@
-"""Where compiled code is kept: a folder of this user alone, so that no other's code is run."""
+"""Where compiled code is kept: a folder of this user alone, so that no other user's code is run."""
 
 import os
 import shutil

@@ -4,7 +4,7 @@ The files are those that its numbers can depend on (`imports.closure`), each a p
 decides which code ran is part of it, too: device, threads, versions, kernels, settings; for points
 that measure time also the processor, and whether others run beside them. Points with the same
 identity are the same experiment, whenever and wherever they run. Files, models and data are read
-whole, once, and again when they are others (`zoo.known.digest_of`).
+whole, once, and again when they change (`zoo.known.digest_of`).
 """
 
 from __future__ import annotations

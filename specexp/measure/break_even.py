@@ -1,9 +1,9 @@
 """Break-even maps: at which load and draft length speculation pays, predicted from measured parts.
 
 `profile` measures the cost table of a pairing on this machine once and stores it; a point of a grid
-measures its own, for a result must not depend on a file that its key does not name. With the
+measures its own, since a result must not depend on a file that its key does not cover. With the
 acceptance on some prompts, the table predicts the speedup at every batch and draft length; `sweep`
-and `compare` measure how well. Intervals are over prompts: that of the tokens a round is
+and `compare` measure how well. Intervals are over prompts: that of the tokens per round is
 bootstrapped, and that of the break-even batch follows from its ends, since the batch rises with the
 tokens.
 """

@@ -1,4 +1,4 @@
-"""What tables of samples say: acceptance, speedups with intervals, predictions, logged metrics.
+"""Statistics of samples: acceptance, speedups with intervals, predictions, logged metrics.
 
 The tables come from `one_pairing` and hold raw counts and seconds. Every ratio and interval is
 computed here, so that a stored table gives the same figures as a fresh one.

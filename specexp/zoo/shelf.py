@@ -1,7 +1,7 @@
 """Lists and finds the zoo's models: those that ship in `data/zoo`, then those made here.
 
-It knows where things stand: the checkout, if the package is used from one, the zoo and the store.
-It reads each model's `zoo.json` and imports nothing heavy.
+It knows the folders of the checkout (if the package is used from one), the zoo and the store, reads
+each model's `zoo.json`, and imports nothing heavy.
 """
 
 import importlib

@@ -1,10 +1,10 @@
-"""Does a drafter remember text? One that does accepts more of what it has seen before, and checks,
-warm-ups and other arms have shown it every prompt before anything is timed.
+"""Does a drafter remember text? If so, more of its draft tokens are accepted on text that it has
+seen, and checks, warm-ups and other arms show it every prompt before anything is timed.
 
-So it is tried on text that nothing has seen, prompts included, since a memory may go by prompt:
-sampled from the target under noise of its own, and the very same text twice more (some keep only
-what comes again). Under the rule Match all are the target's sample, whatever is drafted, and a
-drafter without a memory is right as often each time.
+So it is tried on new text, prompts included (a memory may depend on the prompt): sampled from the
+target with noise of its own, and then the very same text twice more (some memories keep only what
+recurs). Under the rule Match the text is the target's sample each time, whatever is drafted, and a
+drafter without a memory is right equally often each time.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
-"""The suite `peers`: other engines at the same work, on the same weights, in turns.
+"""The suite `peers`: other engines do the same work with the same weights, in turns.
 
 Each side takes prompts as token lists and returns token lists. The whole call is timed, prefill
 included, and delivered tokens are counted. EOS is ignored on both sides, so that all generate the
-same number: specexp's engines have no `eos`, and while the suite runs the modules have a generation
-config without `eos_token_id`, with the same sampling, and with what specexp follows of the target's
-own. transformers reads the draft length from the *draft model's*
-generation config: gamma, constant, with a confidence threshold of 0, so no draft ends early.
+same number: specexp's engines have no `eos`, and while the suite runs, the modules' generation
+config has no `eos_token_id`, the same sampling, and those settings of the target's own that specexp
+applies. transformers reads the draft length from the *draft model's* generation config: gamma,
+constant, with a confidence threshold of 0, so that no draft ends early.
 
 Prompt lookup differs: among earlier occurrences of up to three tokens, transformers copies what
 follows the first one, specexp what follows the latest.

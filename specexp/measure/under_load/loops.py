@@ -1,4 +1,4 @@
-"""Policies at the same work, by turns on one machine.
+"""Policies on the same requests, taking turns on one machine.
 
 Every server has a stopwatch of its own, so that a slow moment of the machine affects all of them. A
 turn ends after a number of tokens in a closed loop, and after a stretch of the server's own time in

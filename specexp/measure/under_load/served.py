@@ -1,4 +1,4 @@
-"""What the steps and responses of servers say: rates, regrets, latencies, goodput."""
+"""Metrics from the steps and responses of servers: rates, regrets, latencies, goodput."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
