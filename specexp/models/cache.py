@@ -279,7 +279,16 @@ class Distances:
     __add__ = __sub__ = __radd__
 
     def __getitem__(self, part: Any) -> Any:
-        return self.distance if len(part) == 4 else self
+        return self.distance if len(part) == 4 else self  # all four before transformers 5.24
+
+    def clamp(self, least: int, most: int) -> Tensor:
+        return self.distance.clamp(least, most)
+
+    def __lt__(self, bound: int) -> Tensor:
+        return self.distance < bound
+
+    def __ge__(self, bound: int) -> Tensor:
+        return self.distance >= bound
 
     def float(self) -> Tensor:
         return self.distance.new_ones(1).float()

@@ -121,8 +121,8 @@ class Layer(nn.Module):
                 narrow = getattr(self.self_attn, name)
                 setattr(self.self_attn, name, nn.Linear(2 * E, narrow.out_features, bias=False))
 
-    def forward(self, read: Tensor, residual: Tensor, **attention: Any) -> Tensor:
-        residual = residual + self.self_attn(read, **attention)[0]
+    def forward(self, read: Tensor, residual: Tensor, *attention: Any) -> Tensor:
+        residual = residual + self.self_attn(read, *attention)[0]
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
@@ -182,20 +182,21 @@ class Eagle(nn.Module):
         return product(rows, self.fc.weight, self.fc.bias).view(*features.shape[:-1], -1)
 
     def features(
-        self, tokens: Tensor, features: Tensor, position_ids: Tensor, **attention: Any
-    ) -> Tensor:
+        self, tokens: Tensor, features: Tensor, position_ids: Tensor, attention_mask: Tensor,
+        cache: Any = None,
+    ) -> Tensor:  # fmt: skip
         """One step of the layer; returns the features [B, n, E] of the next positions."""
         embedded = self.borrowed[0](tokens).to(features.dtype)
-        attention["position_embeddings"] = self.rotary(features, position_ids)
+        attention = self.rotary(features, position_ids), attention_mask, cache
         if self.shape.fused:
             layer, norms = self.midlayer, self.shape.norms
             normed = layer.hidden_norm(features)
             read = torch.cat([layer.input_layernorm(embedded), normed], -1)
             residual = normed if "norm_before_residual" in norms else features
-            output = layer(read, residual, **attention)
+            output = layer(read, residual, *attention)
             return self.norm(output) if "norm_output" in norms else output
         mixed = self.fc(torch.cat([embedded, features], -1))
-        return self.layers[0](mixed, mixed, **attention)
+        return self.layers[0](mixed, mixed, *attention)
 
     def draft_logits(self, features: Tensor) -> Tensor:
         """Logits [..., draft_vocab] of the tokens it can draft."""
@@ -210,12 +211,9 @@ class Eagle(nn.Module):
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, features: Tensor,
-        past_key_values: Any = None, logits_to_keep: int = 0, **_: Any,
+        cache: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> SimpleNamespace:  # fmt: skip
-        features = self.features(
-            input_ids, features, position_ids,
-            attention_mask=attention_mask, past_key_values=past_key_values,
-        )  # fmt: skip
+        features = self.features(input_ids, features, position_ids, attention_mask, cache)
         logits = self.draft_logits(features[:, -logits_to_keep:])
         if self.shape.fused:
             logits = among_all(logits, self.draft_ids, self.config.vocab_size)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from specexp.models import memory, recurrent
 from specexp.models.cache import SlotCache, bias_by_position, count_by_position, window_by_layer
 from specexp.models.memory import PREFILL, layers
 from specexp.models.processors import unprocessed
-from specexp.models.servable import context_length
+from specexp.models.servable import cache_name, context_length, takes
 from specexp.ops import op
 from specexp.sequences import Draft, Sequences, Verdict, until
 from specexp.tree import Branches, Tree
@@ -108,11 +107,13 @@ def shorten_head(module: Any) -> None:
 @dataclass(frozen=True)
 class Unfused:
     """A transformers module whose linear layers are operations. `parts`: the replacements of its
-    modules that have states; `attends`: it takes positions and a mask."""
+    modules that have states; `attends`: it takes positions and a mask; `kept`: what it calls its
+    cache."""
 
     module: Any
     parts: tuple[recurrent.Stepwise, ...] = ()
     attends: bool = True
+    kept: str = "cache"
     by_length_up_to = 0
 
     @classmethod
@@ -128,8 +129,8 @@ class Unfused:
             if type(part) is nn.Linear:
                 part.__class__ = Linear
         if not parts:
-            return cls(whole)
-        net = cls(whole, parts, "cache_params" not in signature(whole.forward).parameters)
+            return cls(whole, kept=cache_name(whole))
+        net = cls(whole, parts, "position_ids" in takes(whole), cache_name(whole))
         if not parts[-1].states:
             cache = SlotCache(whole.config.get_text_config().num_hidden_layers, 1, 8)
             recurrent.examine(parts, cache, lambda at, last: net(at, at, None, cache, (), last))
@@ -140,12 +141,11 @@ class Unfused:
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         net = self.module.base_model if last == 0 else self.module
-        options: dict[str, Any] = {} if last == 0 else {"logits_to_keep": last or 0}
+        options: dict[str, Any] = {self.kept: cache}
+        if last != 0:
+            options |= {"logits_to_keep": last or 0}
         if self.attends:
-            options |= {"position_ids": positions, "past_key_values": cache}
-            options |= {"attention_mask": self.masks(visible, cache)}
-        else:
-            options |= {"cache_params": cache}
+            options |= {"position_ids": positions, "attention_mask": self.masks(visible, cache)}
         out = net(
             input_ids=tokens.clamp(min=0), use_cache=not self.parts,
             output_hidden_states=bool(taps), **options, **inputs,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
@@ -24,6 +24,8 @@ from specexp.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16", "float64")  # of weights, by their names in torch
 DEV = Path("/dev")
@@ -74,7 +76,7 @@ def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
     if sharing is None and (last := getattr(config, "num_kv_shared_layers", 0)):
         sharing = [None] * (config.num_hidden_layers - last) + ["reuse"] * last  # in 5.17
     described = []
-    for i, own in enumerate(configs(config)):
+    for i, own in enumerate(_own_configs(config)):
         sizes = (getattr(own, name, None) for name in (field, "attention_chunk_size"))
         window, chunk = (size if size and size < context else 0 for size in sizes)
         if kinds:
@@ -86,11 +88,27 @@ def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
             kind += "_attention"
         owns = kind not in NO_KEYS and not (sharing and sharing[i] == "reuse")
         described.append(Layer(kind, window, chunk, owns))
-    return tuple(described)
+    return tuple(unrolled(config, described))
 
 
 def configs(config: Any) -> list[Any]:
     """The config of each layer: the model's own, or the layer's where the model gives it one."""
+    return unrolled(config, _own_configs(config))
+
+
+def unrolled(config: Any, each: list[T]) -> list[T]:
+    """Layers that a pass runs in a loop, once for each time, as caches hold them: behind all."""
+    if (times := getattr(config, "loop_num_passes", 1)) > 1:  # Inkling 2 with loops
+        first, end = config.loop_layer_index_start, config.loop_layer_index_end
+    elif (times := getattr(config, "n_recurrent_loops", 1)) > 1:  # Dory
+        first, end = config.n_input_layers, len(each) - config.n_output_layers
+        times = times if config.recurrent_kv_cache_mode == "per_loop" else 1
+    else:
+        return each
+    return each + each[first:end] * (times - 1)
+
+
+def _own_configs(config: Any) -> list[Any]:
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     if not (own := {k[4:]: x for k, x in vars(config).items() if k.startswith("swa_")}):

@@ -4,10 +4,10 @@ cannot, by running it."""
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from inspect import signature
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from specexp.models.memory import layers
 
 CONTEXTS = ("max_position_embeddings", "max_seq_len")
 ORIGINAL = "original_max_position_embeddings"
+CACHES = "cache", "past_key_values", "cache_params"  # the latter two before transformers 5.24
 READ = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 READ |= {"moe", "mlp"}  # the kinds of layers served; these two have no attention
 
@@ -206,8 +207,24 @@ def check_servable(config: Any, name: str) -> None:
             f"{name} has {', '.join(sorted(kinds))} layers, which cannot be rolled back here: "
             "choose a model without them"
         )
+    if len(here) > config.num_hidden_layers and any(x.has_state for x in here):
+        raise UserError(f"{name} runs layers with states in a loop: choose a model that does not")
     if not hasattr(config, "num_attention_heads") and not any(x.has_state for x in here):
         raise UserError(f"{name} ({config.model_type}) has no attention cache to roll back")
+
+
+def takes(module: Any) -> Mapping[str, Any]:
+    """The parameters of a module's `forward`, by name; of a wrapper's that names no cache, those of
+    the first module within that does."""
+    within = module.modules() if hasattr(module, "modules") else iter([module])
+    named = (signature(getattr(part, "forward", part)).parameters for part in within)
+    own = next(named)
+    return next((names for names in chain([own], named) if names.keys() & set(CACHES)), own)
+
+
+def cache_name(module: Any) -> str:
+    """What a module calls the cache that it takes and returns; "" if it takes none."""
+    return next((name for name in CACHES if name in takes(module)), "")
 
 
 def cause(module: Any, error: Exception | None = None) -> str:
@@ -215,15 +232,14 @@ def cause(module: Any, error: Exception | None = None) -> str:
     signature and short passes show; "" if they do not."""
     if isinstance(error, AttributeError) and type(error.obj).__module__.startswith("specexp."):
         return f"it asks its cache for {error.name}"
-    takes = signature(getattr(module, "forward", module)).parameters
-    cache = "past_key_values" if "past_key_values" in takes else "cache_params"
-    if cache not in takes:
-        return "it takes no past_key_values"
+    if not (cache := cache_name(module)):
+        return "it takes no cache"
+    placed = "position_ids" in takes(module)
     with suppress(Exception):  # of the module: anything
-        if seen := _fault(module, cache, "position_ids" in takes):
+        if seen := _fault(module, cache, placed):
             return seen
-    placed = cache == "cache_params" or "position_ids" in takes
-    return "" if placed else "it takes no position_ids"
+    attends = any(not layer.has_state for layer in layers(module.config.get_text_config()))
+    return "it takes no position_ids" if attends and not placed else ""
 
 
 def _fault(module: Any, cache: str, positioned: bool) -> str:

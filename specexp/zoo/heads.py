@@ -114,9 +114,7 @@ def predictions_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) 
         cache = DynamicCache()  # of all passes: keys and values are concatenated
         for number in range(unroll):
             mask = unrolled(tokens.shape[1], number, features)
-            predicted = model.features(
-                tokens, features, position, attention_mask=mask, past_key_values=cache
-            )
+            predicted = model.features(tokens, features, position, mask, cache)
             yield model.draft_logits(predicted[:, number:]), p[:, number:]
             features = predicted.roll(1, 1)
 

@@ -35,11 +35,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from specexp.errors import UserError, refusing
 from specexp.models.load import DTYPES
 from specexp.models.memory import free_memory
+from specexp.models.servable import cache_name
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import END, VOCABULARY
 
@@ -299,12 +306,11 @@ def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[T
     predict the same token from the same preceding tokens."""
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(END + 1, VOCABULARY, (rows, 16), generator=rng)
-    cache, text, agrees = None, [], []
+    cache, text, agrees = {cache_name(model): DynamicCache()}, [], []
     for _ in range(new):
-        output = model(tokens, past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
+        output = model(tokens, **cache, output_hidden_states=True, logits_to_keep=1)
         early = model.lm_head(model.model.norm(output.hidden_states[draft][:, -1:]))  # [rows, 1, V]
         drafted, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, output.logits))
-        cache = output.past_key_values
         text.append(tokens)
         agrees.append(drafted == tokens)
     return torch.cat(text, 1), torch.cat(agrees, 1)

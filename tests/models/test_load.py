@@ -258,7 +258,7 @@ def bidirectional():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (gpt, "it takes no past_key_values; in torch.* it fails over a tree"),
+        (gpt, "it takes no cache; in torch.* it fails over a tree"),
         (roformer, "it takes no position_ids; "),
         (bidirectional, "its logits change with later tokens; its logits over a tree differ"),
     ],
@@ -275,9 +275,9 @@ def test_probe_refuses_a_module_with_other_logits_over_a_tree(make, said, dtype)
 def test_what_a_library_asks_its_cache_for_is_named():
     net = copy.deepcopy(module("gpt2"))
 
-    def forward(past_key_values=None, **inputs):
-        assert past_key_values is None or past_key_values.layers[0].spans
-        return type(net).forward(net, past_key_values=past_key_values, **inputs)
+    def forward(cache=None, **inputs):
+        assert cache is None or cache.layers[0].spans
+        return type(net).forward(net, **inputs)
 
     net.forward = forward
     with pytest.raises(UserError, match="; choose another model: it asks its cache for spans"):

@@ -101,11 +101,27 @@ class Fed:
         self.module, self.change, self.dtype, self.device = module, change, module.dtype, "cpu"
         self.config = module.config
 
-    def forward(self, past_key_values=None, position_ids=None, **inputs):
-        inputs |= {"past_key_values": past_key_values, "position_ids": position_ids}
+    def forward(self, cache=None, position_ids=None, **inputs):
+        inputs |= {servable.cache_name(self.module): cache, "position_ids": position_ids}
         return self.module(**inputs | self.change(inputs))
 
     __call__ = forward
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **inputs):
+        return self.module(*args, **inputs)
+
+
+def test_inputs_are_those_of_the_module_behind_a_wrapper():
+    net = architectures.build("mamba")
+    assert servable.takes(Wrapper(net)) == servable.takes(net)
+    assert servable.cache_name(Wrapper(net)) in servable.CACHES
+    assert servable.cache_name(torch.nn.Linear(1, 1)) == ""
 
 
 def test_cause_is_seen_in_short_passes():
@@ -116,7 +132,9 @@ def test_cause_is_seen_in_short_passes():
             "position_ids": inputs["position_ids"] if inputs["position_ids"] is not None
             else torch.arange(inputs["input_ids"].shape[1])[None] * 3
         },
-        "its own logits with and without a cache differ": lambda inputs: {"past_key_values": None},
+        "its own logits with and without a cache differ": lambda inputs: {
+            servable.cache_name(net): None
+        },
         "it does not read position_ids": lambda inputs: {"position_ids": None},
     }  # fmt: skip
     for cause, change in changes.items():

@@ -37,7 +37,8 @@ from specexp.tree import Tree
 V, CONTEXT, WINDOW, NEW = 60, 320, 24, 12
 LENGTHS = (1, 7, 40, 266)  # of prompts
 MIXES = ("plain empty", "ngram chain", "ngram branching", "self grown", "exit chain")
-SINGLE = {"inkling2_text", "xglm", "xlnet"}  # mix float32 with what they are given
+# which mix float32 with what they are given
+SINGLE = {"inkling2_text", "inkling2_loop_text", "xglm", "xlnet"}
 
 SMALL = {
     V: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
@@ -92,7 +93,7 @@ INKLING = {
 MAMBA = {"mamba_d_head": 16, "mamba_n_heads": 4}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "youtu",
-                     "glm4_moe_lite", "glm_moe_dsa", "minicpm3"), MLA),
+                     "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "sarvam_mla"), MLA),
     "bailing_hybrid": {"layer_types": LINEAR} | MLA,
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(set(FOUR), ROPE), "layer_types": FOUR},
@@ -100,6 +101,7 @@ OWN: dict[str, dict[str, Any]] = {
                               "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16,
                               "swa_qk_nope_head_dim": 8, "swa_qk_rope_head_dim": 8,
                               "swa_v_head_dim": 8},
+    "dory": {"layer_types": FOUR, "n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 4, "mamba_d_ssm": 64},
     "gemma4_text": {"layer_types": FOUR},
@@ -108,6 +110,8 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": MAMBA | {"layer_types": LINEAR},
     "inkling_text": INKLING | {"mlp_layer_types": ["dense", "sparse"] * 2},
     "inkling2_text": INKLING | {"n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 100},
+    "inkling2_loop_text": INKLING | {"n_layers_per_attn_res_block": 1, "log_scaling_n_floor": 100,
+                                     "loop_layer_index_start": 1, "loop_layer_index_end": 3},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": LINEAR} | MLA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

@@ -68,11 +68,9 @@ class Toy:
 
     def __call__(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor,
-        past_key_values: Any, **_: Any,
+        cache: Any, **_: Any,
     ) -> SimpleNamespace:  # fmt: skip
-        layer = past_key_values.update(
-            input_ids[:, None, :, None], position_ids[:, None, :, None], 0
-        )
+        layer = cache.update(input_ids[:, None, :, None], position_ids[:, None, :, None], 0)
         tokens, positions = (buffer[:, 0, :, 0] for buffer in layer)
         visible = attention_mask[:, 0] == 0
         self.dirty |= bool((visible & (tokens == POISON)[:, None]).any())

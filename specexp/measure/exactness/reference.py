@@ -18,9 +18,8 @@ from specexp.engine import Engine
 from specexp.errors import warn_once
 from specexp.models.lm import LM
 from specexp.models.memory import free_memory
+from specexp.models.servable import cache_name
 from specexp.sampling import TOKEN, Noise, mix
-
-CACHES = ("past_key_values", "cache_params")  # what modules call theirs
 
 # Rounding error of a logit, relative to the largest in magnitude: 8 units in the last place for
 # bfloat16; for float32 the error of reordered sums over a few thousand terms; for float64 that of
@@ -100,13 +99,13 @@ class Reference:
         """The same from the target's module with a cache of its own, the last n tokens one by
         one."""
         module, ids = self.target.module, torch.tensor([list(text)], device=self.target.device)
+        name, logits = cache_name(module), []
         kept: dict[str, Any] = {}
-        logits = []
         with torch.inference_mode():
             for tokens in (ids[:, :-n], *ids[:, -n:].split(1, 1)):
                 if tokens.numel():
                     out = module(input_ids=tokens, use_cache=True, logits_to_keep=1, **kept)
-                    kept = {name: out[name] for name in CACHES if name in out}
+                    kept = {name: out.get(name)}
                     logits.append(out.logits[0, -1:])
         return self._processed(text, torch.cat(logits[-n:]))
 
