@@ -204,7 +204,7 @@ _LIGHTER: WeakKeyDictionary[Any, Lighter | None] = WeakKeyDictionary()
 def _lighter(module: Any, name: str, vocab: int) -> Lighter | None:
     """Without masks if those passes agree with the module, else with them."""
     whole = Unfused.of(module)
-    net = Lighter(whole.module, whole.parts, whole.attends)
+    net = Lighter(**vars(whole))
     changed = lighten(whole.module, net.table)
     tried = LM(module, name, vocab, net)
     for masks in (not whole.attends, True):

@@ -330,7 +330,7 @@ def test_drafter_whose_context_is_too_short_warns_once(caplog):
     assert found.trace.acceptance.drafted == 0
     assert [line for line in caplog.messages if "few tokens" in line] == [
         "a draft model of few tokens reads at most 8 tokens: nothing is drafted in a batch with a "
-        "text as long; use shorter prompts, fewer new tokens or another drafter"
+        "text that long; use shorter prompts, fewer new tokens or another drafter"
     ]
 
 

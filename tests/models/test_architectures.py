@@ -3,6 +3,7 @@
 The page's table of architectures is what these tests observe; they print a row that is not there.
 """
 
+import contextlib
 import re
 from collections import Counter
 from pathlib import Path
@@ -24,12 +25,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specexp.drafters import early_exit
 from specexp.drafters.early_exit import EarlyExit
+from specexp.drafters.ngram import NGram
+from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast import lighter
 from specexp.fast.fused import FAMILIES
 from specexp.models.load import of_module
 from specexp.models.memory import layers
+from specexp.models.servable import cache_name
+from specexp.policy import Fixed
 from specexp.sampling import Sampling
+from specexp.tree import Tree
 from specexp.zoo import drafts
 
 PAGE = Path(__file__).parents[2] / "specexp" / "models" / "README.md"
@@ -164,6 +170,24 @@ def test_module_is_changed_where_its_operations_are_kernels(name, changed, masks
     assert {kind: counted[kind] for kind in changed} == changed
     assert net.table.off == masks
     assert not any("forward" in vars(part) for part in module.modules())
+
+
+@pytest.mark.parametrize("name", ["gemma2", "bamba"])
+def test_a_cache_may_have_the_name_of_older_releases(name):
+    module = architectures.build(name, torch.float32)
+    expected, kept = architectures.greedy(module, [1, 2, 3], 8), cache_name(module)
+
+    class Older(type(module)):
+        def forward(self, past_key_values=None, position_ids=None, **inputs):
+            inputs |= {kept: past_key_values, "position_ids": position_ids}
+            return super().forward(**inputs)
+
+    module.__class__ = Older
+    for networks in (contextlib.nullcontext, lightened):
+        with networks():
+            engine = Engine(of_module(module), NGram(2), Fixed(Tree.chain(3)), Sampling(0.0))
+        assert engine.target.net.kept == "past_key_values"
+        assert engine.generate([[1, 2, 3]], 8).tokens == [expected]
 
 
 class GatedNorm(LlamaRMSNorm):
