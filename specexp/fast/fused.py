@@ -313,7 +313,7 @@ def network(module: Any, name: str, vocab: int) -> Network:
 
 _FUSED: WeakKeyDictionary[Any, dict[tuple[int, bool], Fused | Native | None]] = WeakKeyDictionary()
 # Relative difference of logits that rounding alone explains, through many layers.
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1}
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 
 
 def warn(name: str, net: object, why: str) -> None:

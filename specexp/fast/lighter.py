@@ -30,6 +30,8 @@ from specexp.ops import op
 from specexp.tree import Branches
 
 MLP = {"gate_proj", "up_proj", "down_proj"}
+LARGE = 40.0  # a gate; published bounds are 7 to 10
+NEAR = 4  # units in the last place by which rounding alone moves a norm or an MLP
 ROTATION, ATTENTION = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"  # of a module's library
 
 
@@ -43,9 +45,10 @@ def rms_norm(x: Tensor, norm: Any) -> Tensor:
 
 @op
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B, H, n, d] and k [B, K, n, d] rotated by cos and sin [B, n, d] (Su et al. 2021)."""
+    """q [B, H, n, d] and k [B, K, n, d] rotated by cos and sin [B, n, d] (Su et al. 2021),
+    which may be float32 where those are not (OLMo 2)."""
     cos, sin = cos[:, None], sin[:, None]
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+    return _rotated(q, cos, sin).to(q.dtype), _rotated(k, cos, sin).to(k.dtype)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -66,19 +69,24 @@ def mlp(part: Any, x: Tensor, tanh: bool) -> Tensor:
 
 
 def gates(part: Any) -> bool | None:
-    """`tanh` of `mlp`; None: the module is none, or does something else."""
+    """`tanh` of `mlp`; None: the module is none, or does something else. It is tried on gates so
+    large that a bound on them shows."""
     if {name for name, _ in part.named_children()} - {"act_fn"} != MLP:
         return None
     try:
+        x = torch.linspace(-8, 8, 1000)
+        made, one = part.act_fn(x), torch.ones_like(x)
+        tanh = not torch.allclose(made, gated(x, one, False), atol=1e-6)
+        if tanh and not torch.allclose(made, gated(x, one, True), atol=1e-6):
+            return None
         weight = part.gate_proj.weight
-        x = torch.linspace(-4, 4, weight.shape[1], dtype=weight.dtype, device=weight.device)
-        made = part(x[None])
-        near = 8 * torch.finfo(x.dtype).eps * made.norm()
-        off = [(mlp(part, x[None], tanh) - made).norm() for tanh in (False, True)]
+        x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
+        x *= LARGE / part.gate_proj(x).abs().max()
+        made, ours = part(x).double(), mlp(part, x, tanh).double()
+        near = NEAR * torch.finfo(x.dtype).eps * made.norm()
+        return tanh if bool((ours - made).norm() <= near) else None
     except Exception:  # its weights are of another kind, say
         return None
-    tanh = bool(off[1] < off[0])  # in bfloat16 both may be near
-    return tanh if bool(off[tanh] <= near) else None
 
 
 def above(norm: nn.Module) -> float | None:
@@ -86,10 +94,12 @@ def above(norm: nn.Module) -> float | None:
     weights, eps = dict(norm.named_parameters()), epsilon(norm)
     if [*weights] != ["weight"] or weights["weight"].dim() != 1 or not isinstance(eps, float):
         return None
+    if len(inspect.signature(norm.forward).parameters) > 1:  # a gate, say
+        return None
     weight = weights["weight"].detach()
-    sizes = torch.tensor([[1e-3], [0.1], [1.0], [30.0]])
-    generator = torch.Generator().manual_seed(0)
-    x = (sizes * torch.randn(len(sizes), len(weight), generator=generator)).to(weight)
+    sizes = torch.tensor([[1e-3], [0.1], [1.0], [30.0]]) * torch.linspace(0, 2, len(weight))
+    generator = torch.Generator().manual_seed(0)  # groups of x have other norms, its mean is not 0
+    x = (sizes * (1 + torch.randn(sizes.shape, generator=generator))).to(weight)
     try:
         made = norm(x).double()
     except Exception:  # it takes more than x, say
@@ -97,7 +107,7 @@ def above(norm: nn.Module) -> float | None:
     unit = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for added in (0.0, 1.0):
         wanted = unit * (weight.double() + added)
-        near = 8 * torch.finfo(x.dtype).eps * wanted.norm(dim=-1)
+        near = NEAR * torch.finfo(x.dtype).eps * wanted.norm(dim=-1)
         if made.shape == wanted.shape and bool(((made - wanted).norm(dim=-1) <= near).all()):
             return added
     return None
@@ -123,9 +133,10 @@ def rotates(function: Callable[..., Any]) -> bool:
 def in_place_of(own: Callable[..., Any]) -> Callable[..., Any]:
     """`rotate` in place of a library's function, where it is asked for nothing else."""
 
-    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **more: Any) -> Any:
-        whole = cos.dim() == 3 and cos.shape[-1] == q.shape[-1] == k.shape[-1]
-        return own(q, k, cos, sin, **more) if more or not whole else rotate(q, k, cos, sin)
+    def apply(*given: Any, **more: Any) -> Any:
+        widths = {x.shape[-1] for x in given[:3]}
+        usual = len(given) == 4 and not more and given[2].dim() == 3 and len(widths) == 1
+        return rotate(*given) if usual else own(*given, **more)
 
     return apply
 
@@ -143,12 +154,13 @@ class Table:
         return self if self.infos else ALL_ATTENTION_FUNCTIONS.get_interface(name, own)
 
     def __call__(
-        self, module: Any, q: Tensor, keys: Tensor, values: Tensor, mask: Any,
+        self, module: Any, q: Tensor, keys: Tensor, values: Tensor, attention_mask: Any,
         scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-        position_bias: Any = None, **_: Any,
+        position_ids: Any = None, **more: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        if position_bias is not None:
-            raise NotImplementedError("scores have a bias")
+        masked = attention_mask is not None and attention_mask.shape[-1] > 1
+        if masked or any(map(torch.is_tensor, more.values())):
+            raise NotImplementedError("its scores have a bias, or it chooses keys itself")
         (B, H, n, d), info = q.shape, self.infos[module.layer_idx]
         scale = d**-0.5 if scaling is None else scaling
         heads = attention(q, keys, values, info, scale, softcap or 0.0, s_aux)

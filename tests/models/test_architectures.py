@@ -15,6 +15,7 @@ from conftest import also, one_in
 from support import architectures
 from support.references import lightened
 from transformers import Gemma3nTextConfig, Gemma3TextConfig, LlamaConfig
+from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
@@ -190,9 +191,44 @@ def test_a_cache_may_have_the_name_of_older_releases(name):
         assert engine.generate([[1, 2, 3]], 8).tokens == [expected]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "afmoe", "granite", "falcon_h1"])
+def test_lighter_passes_are_refused_for_rounding(name, dtype):
+    """OLMo 2 rotates by float32; AfMoE gives attention its mask by name."""
+    module = architectures.build(name, dtype)
+    with lightened():
+        table = of_module(module, "it").net.table
+    assert not table.off
+
+
+@pytest.mark.parametrize("given", [{"position_bias": torch.zeros(1)}, {"indices": torch.zeros(1)}])
+def test_attention_that_is_told_more_is_refused(given):
+    """Scores with a bias, or of chosen keys alone: these may make little difference on a probe."""
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(NotImplementedError):
+        lighter.Table()(SimpleNamespace(layer_idx=0), q, q, q, None, **given)
+    with pytest.raises(NotImplementedError):
+        lighter.Table()(SimpleNamespace(layer_idx=0), q, q, q, torch.zeros(1, 1, 1, 9))
+
+
 class GatedNorm(LlamaRMSNorm):
-    def forward(self, x, gate):
-        return super().forward(x) * gate
+    def forward(self, x, gate=None):
+        return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+class NormOfGroups(LlamaRMSNorm):
+    """Each of four parts of x by its own size."""
+
+    def forward(self, x):
+        size = x.float().unflatten(-1, (4, -1)).square().mean(-1, keepdim=True)
+        x = x.unflatten(-1, (4, -1)) * (size + self.variance_epsilon).rsqrt().to(x.dtype)
+        return self.weight * x.flatten(-2)
+
+
+class Clamped(LlamaMLP):
+    def forward(self, x):
+        gate, up = self.gate_proj(x).clamp(max=7), self.up_proj(x).clamp(-7, 7)
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 def test_gates_are_known_by_what_they_do():
@@ -206,8 +242,10 @@ def test_gates_are_known_by_what_they_do():
         for weight in geglu.parameters():
             weight.mul_(0.1)  # so small that SiLU is near
     assert lighter.gates(geglu) is True
-    swiglu.act_fn = torch.nn.ReLU()
-    assert lighter.gates(swiglu) is None
+    for other in (torch.nn.ReLU(), torch.nn.GELU(), ACT2FN["quick_gelu"]):
+        swiglu.act_fn = other
+        assert lighter.gates(swiglu) is None
+    assert lighter.gates(Clamped(LlamaConfig(**sizes))) is None
     config = Gemma3nTextConfig(**sizes, num_hidden_layers=1, activation_sparsity_pattern=[0.9])
     assert lighter.gates(Gemma3nTextMLP(config, layer_idx=0)) is None
     assert lighter.gates(torch.nn.Linear(8, 8)) is None
@@ -224,6 +262,8 @@ def test_norms_are_known_by_what_they_do():
     plain.forward = lambda x: 1.1 * LlamaRMSNorm.forward(plain, x)
     assert lighter.above(plain) is None
     assert lighter.above(GatedNorm(8)) is None
+    assert lighter.above(NormOfGroups(1024).bfloat16()) is None
+    assert lighter.above(torch.nn.LayerNorm(1024, bias=False).bfloat16()) is None
     assert lighter.above(torch.nn.LayerNorm(8)) is None
 
 

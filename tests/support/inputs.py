@@ -501,7 +501,8 @@ def rotate(dice: Dice) -> Case:
         dice.choice([2, 24]),
     )
     q, k = (dice.normal(B, n, dice.choice([1, 4]), d).transpose(1, 2).to(dtype) for _ in range(2))
-    cos, sin = (dice.normal(dice.choice([1, B]), n, d).to(dtype) for _ in range(2))
+    wide = dice.choice([dtype, torch.float32])
+    cos, sin = (dice.normal(dice.choice([1, B]), n, d).to(wide) for _ in range(2))
     return Case((dice.odd(q), k, cos, sin), near=COARSE[dtype])
 
 

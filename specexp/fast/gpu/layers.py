@@ -242,7 +242,8 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     if q.dtype not in KINDS or d % 2 or any(x.stride(-1) != 1 for x in tensors):
         return NotImplemented
     fit = k.shape == (B, K, n, d) and all(x.shape in ((1, n, d), (B, n, d)) for x in (cos, sin))
-    if not fit or any(x.dtype != q.dtype for x in tensors):
+    exact = all(x.dtype in (q.dtype, torch.float32) for x in (cos, sin))
+    if not fit or not exact or k.dtype != q.dtype:
         return NotImplemented
     cos, sin = cos.expand(B, n, d), sin.expand(B, n, d)
     q_out, k_out = q.new_empty(B, H, n, d), k.new_empty(B, K, n, d)
