@@ -11,7 +11,7 @@ import typer
 
 from specexp.commands import bench, generate, grid, lab, serve, store, zoo
 from specexp.commands.options import Command, Group, complain
-from specexp.errors import NonFiniteLogits, UserError, first_line, panicked
+from specexp.errors import NonFiniteLogits, UserError, first_line, panicked, ran_out
 from specexp.terminal import died, guard
 
 app = typer.Typer(
@@ -42,6 +42,12 @@ def main() -> None:
         sys.exit(e.code)
     except NonFiniteLogits as e:
         complain("failed", str(e))
+        sys.exit(1)
+    except RuntimeError as e:
+        if not ran_out(str(e)):
+            raise
+        said = ". ".join(first_line(e).split(". ")[:2]).rstrip(".")
+        complain("out of memory", f"{said}: use a smaller batch, fewer tokens or a smaller model")
         sys.exit(1)
     except OSError as e:
         from specexp.grids import runner

@@ -643,6 +643,25 @@ def test_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
     assert (code, err.strip()) == (5, "disk full: No space left on device: steps.csv")
 
 
+OOM = "CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has a capacity of 79 GiB. Of these ..."
+
+
+@pytest.mark.parametrize("said", [OOM, "CUDA error: out of memory", "no such stride"])
+def test_memory_that_runs_out_takes_more_than_a_line(run, monkeypatch, said):
+    def out(*_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("specexp.theory.predict", out)
+    if "memory" not in said:
+        with pytest.raises(RuntimeError):
+            run("theory", "--alpha", "0.5", "--gamma", "1")
+        return
+    code, _, err = run("theory", "--alpha", "0.5", "--gamma", "1")
+    [line] = err.strip().splitlines()
+    assert code == 1
+    assert line.startswith(f"out of memory: {'. '.join(said.split('. ')[:2])}: use a smaller batch")
+
+
 def test_relative_store_is_made_absolute(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPECEXP_MLRUNS", "mine")

@@ -88,10 +88,15 @@ def test_kernel_spills_or_outgrows_a_card(name, card, shared):
 
 
 @pytest.mark.triton
-def test_gpu_that_runs_no_kernel_fails_rounds(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("card", "why"),
+    [((8, 0), "no such stride"), ((7, 5), "compute capability 7.5 is below 8.0")],
+)
+def test_gpu_that_runs_no_kernel_fails_rounds(card, why, monkeypatch, caplog):
     """Here there is none at all."""
     home = ops.kernels_of(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
     monkeypatch.setattr(torch, "zeros", fails)
     home._tried.cache_clear()
     try:
@@ -99,7 +104,7 @@ def test_gpu_that_runs_no_kernel_fails_rounds(monkeypatch, caplog):
             assert not home.triton_runs()
             assert not home.triton_runs()
         [line] = [record.getMessage() for record in caplog.records]
-        assert line == "Triton's kernels are not used: no such stride"
+        assert line == f"Triton's kernels are not used: {why}"
         assert "no Triton" in home.state()
     finally:
         home._tried.cache_clear()

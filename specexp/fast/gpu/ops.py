@@ -54,6 +54,8 @@ def _tried() -> bool:
     if not kernels or not torch.cuda.is_available():
         return False
     try:
+        if (card := torch.cuda.get_device_capability()) < LEAST:
+            raise RuntimeError("compute capability {}.{} is below {}.{}".format(*card, *LEAST))
         token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
         text, tree = Sequences.empty(1, 4, device="cuda"), Tree.chain(1).nodes("cuda")
         noise, logits = Noise(0), torch.zeros(1, 2, 2, device="cuda")
@@ -71,6 +73,7 @@ def _tried() -> bool:
     return True
 
 
+LEAST = 8, 0  # before it products spill registers, and bfloat16 is emulated
 UNUSED = "Triton's kernels are not used: %s"
 kernels: dict[Any, Any] = {}
 try:
