@@ -40,13 +40,15 @@ class Limits:
 
     `draws`: its draft tokens are sampled from a distribution that is passed to the rule (False:
     they are chosen deterministically). `deepest`: the greatest draft length; `widest`: the most
-    children of a node. `slots`: slots of its model's cache per slot of the target's.
+    children of a node. `slots`: slots of its model's cache per slot of the target's. `taps`: how
+    many of the target's hidden states it reads of each token of a prompt.
     """
 
     draws: bool = False
     deepest: int = 1 << 30
     widest: int = 1 << 30
     slots: int = 1
+    taps: int = 0
 
 
 def limits_of(method: str, argument: str, layers: int) -> Limits | None:

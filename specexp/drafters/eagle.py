@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.growth import Level, grow
-from specexp.models.head_files import read
+from specexp.models.head_files import read, states_read
 from specexp.models.heads import Eagle, check, load, network
 from specexp.models.lm import LM, PREFILL, Forward
 from specexp.sampling import Rng, Sampling
@@ -93,5 +93,6 @@ def prepare(request: Request) -> Prepared:
     head = read(request.source(request.method, request.argument))
     check(head, request.config, request.target, "eagle", "eagle3")
     return Prepared(
-        lambda target: EagleLayer(load(head, target.module), target, request.sampling), draws=True
-    )
+        lambda target: EagleLayer(load(head, target.module), target, request.sampling),
+        draws=True, taps=len(states_read(head, request.config.num_hidden_layers)),
+    )  # fmt: skip

@@ -62,4 +62,4 @@ def prepare(request: Request) -> Prepared:
     def make(target: LM) -> MedusaHeads:
         return MedusaHeads(load(head, target.module), target, request.sampling)
 
-    return Prepared(make, draws=True, deepest=heads)
+    return Prepared(make, draws=True, deepest=heads, taps=1)

@@ -293,9 +293,10 @@ def _check_memory(
     """A problem, with advice on what would fit, if the pairing that needs the most memory does not
     fit the device."""
     batch = max(values(params, "batch", "batches"), default=1)
+    new = params.get("max_new_tokens", 0)
 
     def need(batch: int) -> memory.Need:
-        needs = (needed(pairing, batch, longest) for pairing in pairings)
+        needs = (needed(pairing, batch, longest, new) for pairing in pairings)
         return max(needs, key=lambda need: need.total)
 
     most = need(batch)
@@ -341,12 +342,12 @@ def facts_of_gpu(device: str) -> Answer:
     return torch.cuda.mem_get_info(at)[1], []
 
 
-def needed(pairing: Candidate, batch: int, tokens: int) -> memory.Need:
-    """A lower bound of the memory that a batch needs. tokens: of a row, the new ones included.
+def needed(pairing: Candidate, batch: int, tokens: int, new: int = 0) -> memory.Need:
+    """A lower bound of the memory that a batch needs. tokens: of a row, the `new` ones included.
     Heads are small beside their target and are left out. A draft model feeds a token again."""
     models, tree = pairing.models, pairing.tree
     slots, size = memory.rounded(tokens + tree.room), models[0].itemsize
-    law = memory.law_bytes("any", pairing.temperature)
+    law, taps = memory.law_bytes("any", pairing.temperature), pairing.limits.taps
     caches = (
         memory.row_bytes(model.kv, slots * times, tree.room)
         + model.state
@@ -356,7 +357,7 @@ def needed(pairing: Candidate, batch: int, tokens: int) -> memory.Need:
     return memory.Need(
         sum({m.described: m.weights for m in models}.values()),  # it may draft for itself
         batch * sum(caches),
-        memory.work_bytes(models, size, batch, slots, tokens, len(tree), law),
+        memory.work_bytes(models, size, batch, slots, tokens - new, len(tree), law, taps),
     )
 
 

@@ -254,6 +254,8 @@ def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any
         head = head_files.read(source)
         _insist(head.kind in roles)
         _check_heads(head, target.config)
+        taps = len(head_files.states_read(head, target.config.num_hidden_layers))
+        limits = replace(limits, taps=taps)
         if "eagle3" not in roles:
             limits = replace(limits, deepest=head_files.medusa_size(head)[0])
     elif source:
@@ -283,7 +285,7 @@ def _check_heads(head: head_files.Head, target: Any) -> None:
     _insist((layer["hidden_size"], layer["vocab_size"]) == (E, V))
     H, K = (layer["head_dim"] * layer[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
     wide, few = layer["intermediate_size"], head.config.get("draft_vocab_size") or V
-    taps = head.taps or head_files.default_taps(L)
+    taps = head_files.states_read(head, L)
     matrices = {
         "midlayer.self_attn.q_proj": (H, 2 * E), "midlayer.self_attn.k_proj": (K, 2 * E),
         "midlayer.self_attn.v_proj": (K, 2 * E), "midlayer.self_attn.o_proj": (E, H),

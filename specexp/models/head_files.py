@@ -122,6 +122,11 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted(max(1, t) for t in (2, layers // 2, layers - 3)))
 
 
+def states_read(head: Head, layers: int) -> tuple[int, ...]:
+    """The hidden states that heads read of a target with so many layers (`Head.taps`)."""
+    return head.taps or default_taps(layers) if head.kind == "eagle3" else (layers,)
+
+
 def _our_name(name: str) -> str | None:
     if medusa := _MEDUSA.match(name):
         return medusa[1]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specexp.errors import UserError, refusing
 from specexp.models import head_files
-from specexp.models.head_files import default_taps, medusa_size
+from specexp.models.head_files import medusa_size, states_read
 from specexp.models.lm import Network, Unfused, among_all, product
 from specexp.ops import op
 
@@ -282,10 +282,9 @@ def _sizes(head: head_files.Head, config: Any) -> Iterator[tuple[str, int, int]]
 
 
 def _shape(head: head_files.Head, config: Any) -> EagleShape:
-    L, vocab = config.num_hidden_layers, head.config["vocab_size"]
-    taps: tuple[int, ...] = (L,)
+    vocab, taps = head.config["vocab_size"], states_read(head, config.num_hidden_layers)
     if head.kind == "eagle3":
-        vocab, taps = head.config.get("draft_vocab_size") or vocab, head.taps or default_taps(L)
+        vocab = head.config.get("draft_vocab_size") or vocab
     layer, fc_bias = layer_config(head.config), "fc.bias" in head.shapes
     return EagleShape(head.kind, layer, vocab, taps, fc_bias, head.norms)
 

@@ -175,6 +175,19 @@ def test_needed_covers_the_cache_of_a_crossed_draft(tiny_folders):
         assert held <= feasible.needed(plan, 1, tokens).cache
 
 
+@pytest.mark.parametrize(("drafter", "taps"), [("ngram", 0), ("medusa", 1), ("eagle", 3)])
+def test_needed_leaves_out_states_that_heads_read(drafter, taps):
+    """Those of 4000 tokens, and a copy of them where the passes are put together."""
+    named = {"target": "target-10m", "drafter": drafter, "gamma": 1, "temperature": 0.0}
+    [options] = feasible.each_pairing(named)
+    plan = feasible.candidate(options, 1 << 20, Known())
+    assert len(api.load(**named).engine.drafter.taps) == taps
+    states = 64 * 4000 * taps * 4 * plan.models[0].hidden_size
+    assert plan.limits.taps == taps
+    assert feasible.needed(plan, 64, 4100, 100).work >= 2 * states
+    assert taps or feasible.needed(plan, 64, 4100, 100) == feasible.needed(plan, 64, 4100)
+
+
 STATEFUL = [name for name in hybrids.CONFIGS if name != "recurrent_gemma"]
 
 
