@@ -248,7 +248,8 @@ class EngineRows:
         self._hidden.pop(row, None)
         if self._at_desk[0] == row:
             self._at_desk = -1, 0
-        for spoilt in {row, self.desk or row} if broken else ():
+        desk = self.desk if self._at_desk[0] < 0 else 0  # another prompt may be half read there
+        for spoilt in {row, desk or row} if broken else ():
             self.engine.rows.clear(spoilt)
 
     def text(self, row: int, start: int, stop: int) -> list[int]:

@@ -503,6 +503,23 @@ def test_served_texts_are_the_texts(kind, ragged, device, reading):
     assert {first for graphs in reading for (_, (_, (first, *_), *_)) in graphs.replays} <= {0, 6}
 
 
+def test_row_that_breaks_spoils_a_prompt_that_is_half_read(reading):
+    made = taped(engine("null", "empty"))
+    bank, text = EngineRows(made, count=3, slots=64, slack=1), PROMPTS[3]
+    for row in (0, 1):
+        bank.enter(row, text, row)
+    read = len(text) - 1
+    bank.prefill(0, 0, read - 1)
+    bank.leave(1, broken=True)
+    bank.prefill(0, read - 1, read)
+    bank.end_prefill(0, read + 1 + NEW)
+    for _ in range(3):
+        bank.round([0], read + NEW, TREES["empty"])
+    assert bank.text(0, read + 1, read + 4) == expected("llama")[3][:3]
+    bank.leave(0, broken=True)
+    assert not any(x[bank.desk].any() for x in made.target.cache._buffers())
+
+
 def test_rounds_cover_known_sizes_where_rows_are_free():
     assert [bucket(n) for n in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 30)] == [
         1, 2, 4, 4, 8, 8, 8, 16, 16, 24, 32,
