@@ -40,12 +40,15 @@ def bucket(rows: int) -> int:
 
 class Stopwatch:
     """A clock that runs inside `with` and skips waiting, so that several servers can share a
-    machine by turns, each with a time of its own."""
+    machine by turns, each with a time of its own. It is read once a GPU has run all that was
+    launched: else a pass over a prompt would take its time from the round that follows."""
 
-    def __init__(self) -> None:
-        self.passed, self.since, self.running = 0.0, 0.0, False
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.passed, self.since, self.running, self.device = 0.0, 0.0, False, device
 
     def clock(self) -> float:
+        if self.running and self.device and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return self.passed + (time.perf_counter() - self.since if self.running else 0.0)
 
     def wait(self, until: float) -> None:
@@ -84,7 +87,7 @@ class EngineRows:
 
     def __init__(self, engine: Engine, count: int, slots: int, slack: int) -> None:
         self.engine, self.slots, self.slack = engine, slots, slack
-        self.timer = Stopwatch()
+        self.timer = Stopwatch(engine.target.device)
         self.clock, self.wait = self.timer.clock, self.timer.wait
         self.count = _allocated(engine, count, slots, slack)
         self.seqs, self.reads = engine.rows.seqs, engine.drafter.reads

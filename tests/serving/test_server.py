@@ -23,7 +23,7 @@ from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
-from specexp.serving.engine_rows import EngineRows, OutOfMemory
+from specexp.serving.engine_rows import EngineRows, OutOfMemory, Stopwatch
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.sources import Source, serve
@@ -495,6 +495,19 @@ def test_other_errors_are_not_taken_for_memory(monkeypatch):
     with pytest.raises(RuntimeError, match="a bug"):
         serve(Server(rows, Fixed(Tree.chain(0))), Source(requests(2), 2))
     assert not issubclass(OutOfMemory, RuntimeError)
+
+
+def test_clock_of_a_gpu_is_read_before_its_work_is_done(monkeypatch):
+    """A prompt would then be read in the time of the round after it."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    timer = Stopwatch(torch.device("cuda:1"))
+    assert timer.clock() == 0
+    with timer:
+        assert not waited
+        timer.clock()
+        assert len(waited) == 1
+    assert waited == [torch.device("cuda:1")] * 2
 
 
 def test_long_prompt_does_not_stall_other_rows():
