@@ -40,16 +40,19 @@ def bucket(rows: int) -> int:
 
 class Stopwatch:
     """A clock that runs inside `with` and skips waiting, so that several servers can share a
-    machine by turns, each with a time of its own. It is read once a GPU has run all that was
-    launched: else a pass over a prompt would take its time from the round that follows."""
+    machine by turns, each with a time of its own."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.passed, self.since, self.running, self.device = 0.0, 0.0, False, device
 
     def clock(self) -> float:
-        if self.running and self.device and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         return self.passed + (time.perf_counter() - self.since if self.running else 0.0)
+
+    def settle(self) -> None:
+        """Wait until a GPU has done all that was launched: a pass over a prompt would otherwise
+        take its time from the round that follows."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def wait(self, until: float) -> None:
         self.passed += max(0.0, until - self.clock())
@@ -89,6 +92,7 @@ class EngineRows:
         self.engine, self.slots, self.slack = engine, slots, slack
         self.timer = Stopwatch(engine.target.device)
         self.clock, self.wait = self.timer.clock, self.timer.wait
+        self.settle = self.timer.settle
         self.count = _allocated(engine, count, slots, slack)
         self.seqs, self.reads = engine.rows.seqs, engine.drafter.reads
         self.context, self.drafter_context = engine.target.context, engine.drafter.context

@@ -261,6 +261,7 @@ class Server:
     def _timed(self, call: Callable[..., T], *args: object) -> T:
         begin = self.rows.clock()
         result = call(*args)
+        self.rows.settle()
         self._busy += self.rows.clock() - begin
         return result
 

@@ -111,5 +111,8 @@ class SimulatedRows:
     def leave(self, row: int, broken: bool = False) -> None:
         self.texts.pop(row, None)
 
+    def settle(self) -> None:
+        """Nothing is under way."""
+
     def text(self, row: int, start: int, stop: int) -> list[int]:
         return []

@@ -23,7 +23,7 @@ from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.rules import Match
 from specexp.sampling import Sampling
-from specexp.serving.engine_rows import EngineRows, OutOfMemory, Stopwatch
+from specexp.serving.engine_rows import EngineRows, OutOfMemory
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.sources import Source, serve
@@ -497,17 +497,24 @@ def test_other_errors_are_not_taken_for_memory(monkeypatch):
     assert not issubclass(OutOfMemory, RuntimeError)
 
 
-def test_clock_of_a_gpu_is_read_before_its_work_is_done(monkeypatch):
-    """A prompt would then be read in the time of the round after it."""
+def test_time_of_a_pass_ends_when_its_device_has_run_it(monkeypatch):
+    """On a GPU a prompt would otherwise be read in the time of the round after it."""
+    made = engine("null", "empty", "match")
+    server = Server(EngineRows(made, 1, SLOTS, SLACK), made.policy)
+    late = iter([1.0])  # seconds that the device takes after a call returns
+    monkeypatch.setattr(
+        server.rows, "settle", lambda: server.rows.wait(server.rows.clock() + next(late, 0.0))
+    )
+    server._timed(lambda: None)
+    assert server._busy >= 1.0
     waited = []
+    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    timer = Stopwatch(torch.device("cuda:1"))
-    assert timer.clock() == 0
-    with timer:
-        assert not waited
-        timer.clock()
-        assert len(waited) == 1
-    assert waited == [torch.device("cuda:1")] * 2
+    server.rows.settle()
+    assert not waited
+    server.rows.timer.device = torch.device("cuda:1")
+    server.rows.settle()
+    assert waited == [torch.device("cuda:1")]
 
 
 def test_long_prompt_does_not_stall_other_rows():
