@@ -22,7 +22,7 @@ from torch.fx.experimental import _config as meta
 from transformers.utils import logging as transformers_logging
 
 from specexp import fitting
-from specexp.errors import UserError, first_line, ran_out, refusing
+from specexp.errors import UserError, first_line, ran_out, refusing, warn_once
 from specexp.models import int8, memory, recurrent, servable
 from specexp.models.lm import LM, Unfused, network, shorten_head
 from specexp.models.memory import gib, layers
@@ -348,6 +348,11 @@ def _check_device(dtype: str, device: str) -> None:
         raise UserError(f"{why}; use --device cpu")
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
+    if device.startswith("cuda") and dtype == "bfloat16":
+        with torch.cuda.device(device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                warn_once("this GPU only emulates bfloat16, so timings say nothing of others: "
+                          "use --dtype float32")  # fmt: skip
 
 
 def _check_memory(config: Any, bare: str, name: str, dtype: str, device: str) -> None:

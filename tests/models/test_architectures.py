@@ -277,7 +277,9 @@ def test_rotations_are_known_by_what_they_do():
 def test_layers_that_share_keys_make_no_draft(name):
     lm = of_module(architectures.build(name), "it")
     for first in (1, 2, 3):
-        with pytest.raises(UserError, match=r"^(early_exit cannot leave it|first [23] layers of it)"):
+        with pytest.raises(
+            UserError, match=r"^(early_exit cannot leave it|first [23] layers of it)"
+        ):
             EarlyExit(lm, first, Sampling())
     with pytest.raises(UserError, match="no draft can be cut from a Gemma") as refusal:
         drafts.cut(lm.module, 2)

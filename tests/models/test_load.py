@@ -1,5 +1,6 @@
 """Models from folders and from memory: what is loaded, shared, probed and refused."""
 
+import contextlib
 import copy
 import json
 import os
@@ -224,6 +225,19 @@ def test_load_refuses_unknown_dtype_and_absent_device(folder, option, said):
         options["device"], said = "cuda:99", "CUDA"
     with pytest.raises(UserError, match=said):
         load.load(folder, "mine", **options)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_dtype_that_a_gpu_emulates_is_warned_of(native, monkeypatch, caplog):
+    monkeypatch.setattr(load.memory, "no_cuda", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    for dtype in load.DTYPES:
+        load._check_device(dtype, "cuda")
+    assert [m.partition(",")[0] for m in caplog.messages] == ["this GPU only emulates bfloat16"] * (
+        not native
+    )
 
 
 def test_load_leaves_download_progress_bars_on(tiny_folders):
