@@ -176,11 +176,17 @@ def may_have_gpu() -> bool:
 
 
 def free_memory(device: torch.device | None) -> int:
-    """Bytes that can still be allocated on the device; None: on the CPU."""
+    """Bytes that can still be allocated on the device; None: on the CPU. What torch keeps for its
+    graphs is not among them, though most of it is unused between replays."""
     if device and device.type == "cuda":
         import torch
 
-        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        here = torch.cuda.current_device() if device.index is None else device.index
+        reusable = sum(
+            segment["total_size"] - segment["active_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == here and tuple(segment["segment_pool_id"]) == (0, 0)
+        )
         return torch.cuda.mem_get_info(device)[0] + reusable
     return psutil.virtual_memory().available
 

@@ -336,3 +336,27 @@ def test_predicted_run_memory_matches_the_peak_on_a_gpu(kind):
     found = peak_memory.peaks(pairing, ["def mean(values):\n    return" * 8], [8, 64], 32)
     for row in found["rows"]:
         assert 0.8 < row["ratio"] < 1.2
+
+
+def test_free_memory_of_a_gpu_leaves_out_what_is_kept_for_graphs(monkeypatch):
+    def segment(total, active, device=0, pool=(0, 0)):
+        return {"total_size": total, "active_size": active, "device": device,
+                "segment_pool_id": pool}  # fmt: skip
+
+    segments = [segment(50, 20), segment(8, 8), segment(70, 10, pool=(0, 3)), segment(90, 0, 1)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert memory.free_memory(torch.device("cuda:0")) == 1030
+    assert memory.free_memory(torch.device("cuda")) == 1090
+
+
+@pytest.mark.cuda
+def test_free_memory_of_a_gpu_is_told_by_its_allocator():
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    before = memory.free_memory(device)
+    held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    assert before - memory.free_memory(device) >= held.nbytes
+    del held
+    assert before - memory.free_memory(device) < 32 << 20
