@@ -169,7 +169,7 @@ def test_log_under_the_runner_leaves_the_store_alone(store, tmp_path, monkeypatc
     assert record["experiment"] == "the grid's"
     assert record["metrics"] == METRICS
     assert (store / "mlflow.db").stat().st_mtime_ns == before
-    with pytest.raises(UserError, match="logs once"):
+    with pytest.raises(UserError, match="called runs.log before"):
         track.log("mine", {"x": 1}, METRICS)
 
 
