@@ -33,12 +33,20 @@ def registered(kind: str) -> dict[str, EntryPoint]:
 
 def described(kind: str, folder: Path | None = None) -> list[tuple[str, str]]:
     """What the modules of a folder, if given, and the entry points of a kind do, by name: the first
-    paragraph of each docstring. A module is read and not imported, which would take seconds."""
-    files = {f.stem: f for f in sorted(folder.glob("[!_]*.py"))} if folder else {}
-    texts = {name: ast.get_docstring(ast.parse(file.read_text())) for name, file in files.items()}
+    paragraph of each docstring, and of a module that of its `prepare`, which says what an argument
+    means. A module is read and not imported, which would take seconds."""
+    texts = dict[str, list[str | None]]()
+    for file in sorted(folder.glob("[!_]*.py")) if folder else ():
+        module = ast.parse(file.read_text())
+        defined = (node for node in module.body if isinstance(node, ast.FunctionDef))
+        prepares = [ast.get_docstring(node) for node in defined if node.name == "prepare"]
+        texts[file.stem] = [ast.get_docstring(module), *prepares]
     for name, entry in sorted(registered(kind).items()):
-        texts.setdefault(name, entry.load().__doc__)
-    return [(name, " ".join((text or "").split("\n\n")[0].split())) for name, text in texts.items()]
+        texts.setdefault(name, [entry.load().__doc__])
+    return [
+        (name, " ".join(" ".join((text or "").split("\n\n")[0] for text in each).split()))
+        for name, each in texts.items()
+    ]
 
 
 def find(kind: str, text: str) -> tuple[Any, str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,12 @@ import typer
 from rich.text import Text
 
 from specexp.commands import options as opt
-from specexp.errors import UserError
+from specexp.errors import UserError, counted
 
 if TYPE_CHECKING:
     from specexp.api import Output, Pairing
     from specexp.measure.exactness import Exactness
+    from specexp.trace import Acceptance
 
 RUNS = 3  # of each kind that are timed
 
@@ -79,6 +80,7 @@ def generate(
     texts = in_chat(texts, pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
         opt.console.print(f"{texts}\n", style="dim")
+    every: list[tuple[Acceptance, dict[str, Any]]] = []
     trees = rounds and not Tree.parse(tree, pairing.options["gamma"]).is_chain
     for number, text in enumerate(question.text for question in texts):
         speed, output = _timed(pairing, text, max_new_tokens)
@@ -98,10 +100,29 @@ def generate(
                 f"{speed['tokens_per_s']:.0f} tokens/s, {speed['speedup']:.2f}x plain decoding "
                 f"({speed['plain_tokens_per_s']:.0f} tokens/s); the fastest of {RUNS} runs each"
                 f"{'' if speed['credible'] else doubt}",
-                str(exact),
+                f"{'NOT EXACT: ' * bool(exact.bugs or exact.lossy)}{exact}",
             )
+        every.append((output.acceptance, speed))
         if exact.bugs:
             raise typer.Exit(1)
+    if len(every) > 1 and not as_json:
+        opt.console.rule(style="dim")
+        opt.say(*_all(every))
+
+
+def _all(every: Sequence[tuple[Acceptance, dict[str, Any]]]) -> Iterator[str]:
+    """What all prompts say together, in lines. Of each: its counts, and `_timed`."""
+    from specexp.measure import statistics
+    from specexp.trace import Acceptance
+
+    yield f"all {len(every)} prompts: {Acceptance.pooled(counts for counts, _ in every)}"
+    tokens = [(counts.emitted, speed) for counts, speed in every if counts.emitted]
+    timed = [(n / s["plain_tokens_per_s"], n, n / s["tokens_per_s"], n) for n, s in tokens]
+    if len(timed) > 1:
+        speedup = statistics.speedup(*zip(*timed, strict=True))
+        doubts = sum(not speed["credible"] for _, speed in tokens)
+        doubt = f"; timings of {counted(doubts, 'prompt')} are doubtful" * (doubts > 0)
+        yield f"speedup {speedup}: {statistics.verdict(speedup)}{doubt}"
 
 
 def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, Any], Output]:

@@ -7,6 +7,7 @@ module commits and publishes nothing, so it also runs on workers.
 """
 
 import contextlib
+import html
 import json
 import os
 import re
@@ -195,6 +196,13 @@ class _Client(PapermillNotebookClient):
 
     def _tell(self, cell_index: int, message: str = "") -> None:
         self._watch(f"cell {cell_index + 1} of {len(self.nb.cells)}  {message[:80]}")
+
+    def handle_comm_msg(self, outs: Any, msg: dict[str, Any], cell_index: int) -> None:
+        """A progress bar is a widget here: its text comes beside the cell's output."""
+        text = msg["content"]["data"].get("state", {}).get("value")
+        if isinstance(text, str) and text:
+            self._tell(cell_index, html.unescape(text).replace("\u2007", " "))
+        super().handle_comm_msg(outs, msg, cell_index)
 
     def output(self, outs: Any, msg: dict[str, Any], display_id: Any, cell_index: int) -> Any:
         text = msg["content"].get("text", "")

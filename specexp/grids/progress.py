@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich import progress as bars
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from specexp.grids import identity
@@ -75,11 +75,14 @@ class Board:
         self._lock = threading.RLock()
         self._running: dict[str, tuple[float, bars.TaskID]] = {}  # label -> when it began, its row
         self._rows = bars.Progress(
-            bars.TextColumn("{task.description}", markup=False), bars.BarColumn(24),
+            bars.TextColumn("{task.description}", markup=False), bars.BarColumn(12),
             bars.TimeElapsedColumn(), bars.TimeRemainingColumn(),
-            bars.TextColumn("{task.fields[detail]}", "dim", markup=False),
-            console=console, transient=True, refresh_per_second=2, speed_estimate_period=3600,
-            disable=not console.is_terminal,
+            bars.TextColumn(
+                "{task.fields[detail]}", "dim", markup=False,
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),  # what is left
+            ),
+            console=console, transient=True, expand=True, refresh_per_second=2,
+            speed_estimate_period=3600, disable=not console.is_terminal,
         )  # fmt: skip
         self._whole = self._rows.add_task("", total=total, detail="")
 

@@ -281,7 +281,15 @@ def _config(source: str, version: Any) -> Any:
     if folder.is_dir():
         servable.check_files(folder)
     with refusing(f"cannot read the model {source}"):  # wrong values may raise anything
-        described, _ = transformers.PreTrainedConfig.get_config_dict(source)
+        try:
+            described, _ = transformers.PreTrainedConfig.get_config_dict(source)
+        except OSError as e:
+            if folder.is_dir():
+                raise
+            raise UserError(
+                f"cannot get {source} from the hub: {first_line(e).rstrip('.')}; check the network "
+                "and HF_HUB_OFFLINE, run `hf auth login` for a gated model, or name a local folder"
+            ) from e
         servable.check_config_json(described, source)
         kind = described.get("model_type")
         if "auto_map" in described and kind not in transformers.CONFIG_MAPPING:

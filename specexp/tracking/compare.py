@@ -54,7 +54,7 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
     they are not what it asks about, so that it fits. What tells runs apart is never cut."""
     view = overview(runs.drop(columns="experiment"))
     if {"speedup", "regret", "replicas"} & {*view}:
-        view = view.drop(columns=[c for c in (*categories(runs), "exact to") if c in view])
+        view = view[[c for c in view if c != "exact to" and not c.startswith("accepted: ")]]
     title = Text(experiment, "table.title")
     mark = " simulated"
     marked = [column for column in view if view[column].str.endswith(mark).all()]
@@ -99,16 +99,15 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
         differing[fact] = _differing(runs[f"tags.{fact}"])
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x", "speedup/ci")
     credible = _metric(runs, "speedup/credible", "{:.0f}")
+    view["best γ"] = _metric(runs, "speedup/best_gamma", "{:.0f}")
     view["timing"] = credible.map({"0": "doubtful"}).fillna("")
     view["regret"] = _metric(runs, "regret/worst", "{:.1%}", "regret/worst")
     view["replicas"] = _metric(runs, "fleet/replicas", "{:.0f}")
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}", "acceptance/rate_ci")
-    several = categories(runs)
-    for category in several if len(several) > 1 else ():  # one is all that was accepted
-        view[category] = _metric(runs, f"category/{category}", "{:.0%}", f"category_ci/{category}")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
     view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")
     view["largest batch"] = _metric(runs, "speedup/at_largest_batch", "{:.2f}x")
+    view["slower in a batch of"] = _metric(runs, "throughput/crossing_batch", "{:.0f}")
     view["TTFT p95"] = _metric(runs, "latency/ttft_p95_ms", "{:.0f} ms")
     view["TPOT p95"] = _metric(runs, "latency/tpot_p95_ms", "{:.0f} ms")
     view["tok/s"] = _metric(runs, "throughput/tok_s", "{:.0f}")
@@ -117,6 +116,10 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
     view["exact"] = exact.mask(lossy, "lossy")
     view["exact to"] = _metric(runs, "exact/detectable_tv", "TV {:.2f}")
+    several = categories(runs)
+    for category in several if len(several) > 1 else ():  # one is all that was accepted
+        name, ends = f"category/{category}", f"category_ci/{category}"
+        view[f"accepted: {category}"] = _metric(runs, name, "{:.0%}", ends)
     figures = view.drop(columns=["experiment", *NAMED, *differing, "exact"], errors="ignore")
     answered = figures.astype(bool).any(axis=1).groupby(of_one).transform("any")
     metrics = _named("metrics", runs)

@@ -91,6 +91,19 @@ ANSWERS = (
 )  # fmt: skip
 
 
+BESIDE = {
+    "speedup/best_gamma": "with a draft length of {:.0f}",
+    "speedup/at_largest_batch": "{:.2f}x at the largest batch",
+    "throughput/crossing_batch": "certainly slower in a batch of {:.0f}",
+    "fleet/replicas_plain": "plain decoding needs {:.0f}",
+}
+
+
+def beside(metrics: Mapping[str, float]) -> list[str]:
+    """What else decides, in words: which draft length, and up to which load."""
+    return [words.format(metrics[name]) for name, words in BESIDE.items() if name in metrics]
+
+
 def doubts(record: Mapping[str, Any]) -> list[str]:
     """Why the timings that a run logged cannot be; none if they can, or are simulated."""
     metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
@@ -136,7 +149,7 @@ def answer_tags(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
     if not sentences:
         return {}
     first, *rest = sentences
-    description = "; ".join([f"**{first}**", *rest])
+    description = "; ".join([f"**{first}**", *beside(record.get("metrics", {})), *rest])
     description += f"\n\n[Figures and notebook, in the run that measured it]({files})" * bool(files)
     tags = {"answer": short_answers(record)[0], NOTE: description}
     return {n: text for n, text in tags.items() if n not in record.get("tags", {})}

@@ -39,8 +39,6 @@ MOST_FIGURES = 40  # of one experiment: some megabytes
 FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
 DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
 TIMED = ("speedup/", "latency/", "throughput/")
-BESIDE = {"speedup/at_largest_batch": "{:.2f}x at the largest batch",
-          "fleet/replicas_plain": "plain decoding needs {:.0f}"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -227,9 +225,7 @@ def answer(part: Sequence[Run]) -> str:
     elif answer.even is not None:
         clear = "certainly faster" if low > answer.even else "certainly slower"
         text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
-    for metric, words in BESIDE.items():
-        if metric in best.metrics:
-            text += f"; {words.format(best.metrics[metric])}"
+    text += "".join(f"; {words}" for words in mlflow_view.beside(best.metrics))
     if many == 1:
         return f"{text}."
     sure = [run for run in having if not _doubtful(answer, run)]

@@ -275,12 +275,14 @@ def test_a_terminal_without_colours_has_marks(run, tiny_folders, monkeypatch, pl
     assert "rejected~" not in shown.getvalue(), "they are shown by round only"
 
 
-def test_several_prompts_are_separated_by_a_rule(run, tiny_folders, questions):
+def test_several_prompts_are_separated_by_a_rule_and_counted_together(run, tiny_folders, questions):
     words = ("generate", "--target", tiny_folders[0], "--drafter", "plain", "--max-new-tokens", "2")
     lines = run(*words, "--prompts", questions, "--limit", "2")[1].splitlines()
-    [rule] = [i for i, line in enumerate(lines) if line and not line.strip("─")]
+    rule, last = (i for i, line in enumerate(lines) if line and not line.strip("─"))
     first, second = lines.index("text 0"), lines.index("text 1")
-    assert first < rule < second
+    assert first < rule < second < last
+    assert lines[last + 1] == "all 2 prompts: 4 tokens in 4 target passes: 1.00 per pass"
+    assert re.match(r"speedup [\d.]+ \[[\d.]+, [\d.]+\]: .*too few prompts", lines[last + 2])
 
 
 def test_generate_follows_the_generation_config_of_the_target(run, tiny_folders, tmp_path):
@@ -513,6 +515,7 @@ def test_models_lists_zoo_and_drafts_of_each_target(run, tmp_path, monkeypatch):
     assert {"name", "path", "parameters", "role", "drafts"} <= set(found["random-tiny"])
     _, table, _ = run("models")
     assert "sibling-3m" in table
+    assert "`early_exit:K`: exit after K layers" in " ".join(table.split())
 
 
 def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):

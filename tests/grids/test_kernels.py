@@ -221,6 +221,22 @@ def test_figures_displays_and_progress_bars_are_kept(go, either, tmp_path):
     assert either.ended == ""
 
 
+def test_runner_is_told_how_far_a_cell_is(worker, tmp_path):
+    told: list[str] = []
+    bar = "from tqdm.auto import tqdm\nfor _ in tqdm(range(3), 'a & b', mininterval=0): pass"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(bar)])
+    with (
+        worker.kernel(dict(os.environ), tmp_path, tmp_path / "log", 0) as km,
+        open(os.devnull, "w") as log,
+    ):
+        papermill.execute_notebook(
+            notebook, None, engine_name="specexp", km=km, kernel_name="python3",
+            progress_bar=False, log_file=log, watch=told.append,
+        )  # fmt: skip
+    assert any(line.startswith("cell 1 of 1  a & b") for line in told), told
+    assert any("2/3" in line for line in told), told
+
+
 def test_fork_computes_in_the_threads_of_its_environment(go, worker):
     count = """
         import os, torch

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support import architectures
 from tokenizers import Tokenizer
+from transformers import PreTrainedConfig
 from transformers.integrations import hub_kernels
 
 import specexp
@@ -413,3 +414,14 @@ def test_quantised_folder_whose_library_fails_is_one_line(folder):
     with pytest.raises(UserError, match=r"cannot load mine: \S") as refusal:
         load(folder, "mine", "float32", "cpu")
     assert "\n" not in str(refusal.value)
+
+
+def test_a_model_that_the_hub_does_not_give_is_refused_with_what_to_do(monkeypatch):
+    def no_hub(source):
+        raise OSError("We couldn't connect to the hub.\nCheck your internet connection.")
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", no_hub)
+    with pytest.raises(
+        UserError, match=r"cannot get me/gated from the hub: .* hub; .*hf auth login"
+    ):
+        read_config("me/gated")

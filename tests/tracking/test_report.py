@@ -12,7 +12,7 @@ from support.stores import active, go, quiet
 
 from specexp.commands import app
 from specexp.errors import UserError
-from specexp.tracking import audit, mlflow_view, presence, rebuild, report, results
+from specexp.tracking import audit, compare, mlflow_view, presence, rebuild, report, results
 from specexp.tracking import runs as track
 
 HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
@@ -168,6 +168,19 @@ def test_a_loss_is_called_certainly_slower(store):
     answer = report.answer(report.of("mine"))
     assert "ngram: 0.70x [0.60, 0.80] of plain decoding's speed" in answer
     assert answer.endswith(": certainly slower.")
+
+
+def test_answer_says_which_draft_length_and_at_which_load_it_loses(store):
+    committed("a", FAST | {"speedup/best_gamma": 4.0, "throughput/crossing_batch": 16.0})
+    run = report.of("mine")
+    assert "faster; with a draft length of 4; certainly slower in a batch of 16." in report.answer(
+        run
+    )
+    said = mlflow_view.answer_tags(run[0].record)["mlflow.note.content"]
+    assert "with a draft length of 4" in said
+    view = compare.overview(report.frame(run))
+    assert list(view["best γ"]) == ["4"]
+    assert list(view["slower in a batch of"]) == ["16"]
 
 
 def test_overlapping_intervals_name_no_certain_winner(store):
