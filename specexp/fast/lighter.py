@@ -31,7 +31,6 @@ from specexp.tree import Branches
 
 MLP = {"gate_proj", "up_proj", "down_proj"}
 LARGE = 40.0  # a gate; published bounds are 7 to 10
-NEAR = 4  # units in the last place by which rounding alone moves a norm or an MLP
 ROTATION, ATTENTION = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"  # of a module's library
 
 
@@ -83,10 +82,16 @@ def gates(part: Any) -> bool | None:
         x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
         x *= LARGE / part.gate_proj(x).abs().max()
         made, ours = part(x).double(), mlp(part, x, tanh).double()
-        near = NEAR * torch.finfo(x.dtype).eps * made.norm()
+        near = rounding(x.dtype) * made.norm()
         return tanh if bool((ours - made).norm() <= near) else None
     except Exception:  # its weights are of another kind, say
         return None
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """By how much of its size rounding alone may move what a norm or an MLP makes: far less than
+    another module would in 16 bits (0.5 units in the last place were seen), generously in 32."""
+    return max(4 * torch.finfo(dtype).eps, 1e-5)
 
 
 def above(norm: nn.Module) -> float | None:
@@ -107,7 +112,7 @@ def above(norm: nn.Module) -> float | None:
     unit = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for added in (0.0, 1.0):
         wanted = unit * (weight.double() + added)
-        near = NEAR * torch.finfo(x.dtype).eps * wanted.norm(dim=-1)
+        near = rounding(x.dtype) * wanted.norm(dim=-1)
         if made.shape == wanted.shape and bool(((made - wanted).norm(dim=-1) <= near).all()):
             return added
     return None
