@@ -51,14 +51,13 @@ def store(
 
 class Slots(CacheLayerMixin):
     """One layer: keys and values [B, H, S, d], which a pass writes at `cache.places[S]` of
-    `cache.rows`. If S is less than the cache's size, the layer is a ring."""
+    `cache.rows`. If S is less than the cache's size, the layer is a ring. `is_sliding`: it reads a
+    window or a chunk; by that Inkling 2 finds a layer of each kind to ask for distances."""
 
-    is_sliding = False
-
-    def __init__(self, cache: SlotCache, size: int) -> None:
+    def __init__(self, cache: SlotCache, span: int) -> None:
         super().__init__()
         self.cache: Any = proxy(cache)  # a reference cycle would delay freeing the buffers
-        self.size = size
+        self.size, self.is_sliding = cache.sizes[span], span > 0
         self.index: Tensor | None = None  # [B, 1, S, d], the keys of an indexer, if it has one
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -142,7 +141,7 @@ class SlotCache(Cache):
         self.states: States | None = None
         self.sizes = {layer.span: layer_slots(layer.span, size, room) for layer in self.kinds}
         self.places: dict[int, Tensor] = {}  # where a pass writes [b, 1, n, 1], by a layer's size
-        super().__init__(layers=[Slots(self, self.sizes[layer.span]) for layer in self.kinds])
+        super().__init__(layers=[Slots(self, layer.span) for layer in self.kinds])
 
     def aim(
         self, rows: slice, slots: Tensor, seen: int, tokens: Tensor | None = None,

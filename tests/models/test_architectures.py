@@ -70,7 +70,7 @@ OWN = {
 }  # fmt: skip
 RINGED = (
     "mistral", "gemma3_text", "gpt_oss", "gemma4_text", "llama4_text", "minimax", "gpt_neo",
-    "inkling_text",
+    "inkling_text", "inkling2_text",
 )  # fmt: skip
 OTHERS = [name for name in VARIANTS if name not in OWN and ROWS.get(name) == "right"]
 FIRST = [name for name in VARIANTS if name not in OTHERS]

@@ -407,7 +407,8 @@ def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, in
     cache = SlotCache([Layer(window=window)], first + B, S + 3)
     if window and dice.often():  # a ring, of as few places as a pass may need
         size = min(S + 3, window + n)
-        cache.sizes, cache.layers = {window: size}, [Slots(cache, size)]
+        cache.sizes = {window: size}
+        cache.layers = [Slots(cache, window)]
     slots = dice.whole(0, S - 2 * n, B, 1) + torch.arange(n, device=dice.device)
     cache.aim(slice(first, first + B), slots, S)
     visible, positions = None, slots
