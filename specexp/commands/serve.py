@@ -64,7 +64,7 @@ def serve(
     names = list(dict.fromkeys(policy or usual))
     texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)
-    costs = serving.costs_for(pairing, names, offered.requests)
+    costs = serving.costs_for(pairing, names, offered, rows)
     for line in doubts(pairing.target.device):
         opt.complain("warning", line)
     runs = serving.open_loop(pairing, names, costs, offered, rows, chunk, queue)
@@ -76,8 +76,8 @@ def serve(
     else:
         requests = counted(len(offered.requests), "request")
         _show_served(figures, f"{requests}, {load}, {pairing.target.name}, {drafter}")
-        for note in notes:
-            opt.say(note)
+        limits = f"limits: TTFT {ttft_ms:g} ms, TPOT {tpot_ms:g} ms"
+        opt.say(f"{limits}; - where requests are too few", *notes)
     if out and picture:
         serving.step_table(runs).to_csv(out, index=False)
         tables = {name: serving.timeline(run.steps) for name, run in runs.items()}

@@ -109,7 +109,7 @@ def measure(
                 rounds[batch, gamma, context] += turns[before:]
 
     for direction, times in ((1, (repeats + 1) // 2), (-1, repeats // 2)):
-        for setting in tqdm(settings[::direction], desc="costs", unit="setting", delay=1):
+        for setting in tqdm(settings[::direction], desc="costs of rounds", unit="setting", delay=1):
             visit(*setting, times, direction)
         engine.rows.allocate(1, contexts[-1])
         for repeat in range(times + LEAD_READS):

@@ -724,7 +724,8 @@ def test_serve_shows_a_table_and_why_requests_were_refused_in_json_too(
     code, out, err = run(*crowded)
     assert code == 0, err
     assert "warning: 3 other programs run\n" in err
-    for said in ("TTFT p95, ms", "rows speculated", "6 requests", "the queue is full: 1"):
+    limits = "limits: TTFT 1000 ms, TPOT 50 ms; - where requests are too few"
+    for said in ("TTFT p95, ms", "rows speculated", "6 requests", limits, "the queue is full: 1"):
         assert said in out
     notes = json.loads(run(*crowded, "--json")[1])["notes"]
     assert notes

@@ -17,7 +17,7 @@ from specexp.errors import UserError
 from specexp.measure import under_load
 from specexp.measure.under_load import loops, served
 from specexp.serving.requests import Request
-from specexp.serving.sources import serve
+from specexp.serving.sources import Source, serve
 
 LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
 
@@ -307,6 +307,20 @@ def test_open_race_outputs_agree_between_policies(pairing):
     lengths = [10, *(len(a.tokens) for a in runs["plain"].responses[1:])]
     assert [r.new for r in replayed.requests] == lengths
     assert [r.prompt for r in replayed.requests] == [r.prompt for r in offered.requests]
+
+
+@pytest.mark.parametrize(
+    ("rows", "streams", "batches"),
+    [(32, None, (1, 2, 4, 8)), (3, None, (1, 2, 4)), (32, 1, (1, 2)), (32, 5, (1, 2, 4, 8))],
+)
+def test_costs_are_measured_up_to_the_most_requests_at_once(monkeypatch, rows, streams, batches):
+    asked = []
+    monkeypatch.setattr(loops.break_even, "profile", lambda *a, longest: asked.append(a[1]))
+    offered = Source([Request([1, 2], 4)] * 7, streams)
+    loops.costs_for(None, ["plain", "always:3"], offered, rows)
+    assert asked == [], "no policy reads them"
+    loops.costs_for(None, ["plain", "goodput"], offered, rows)
+    assert asked == [batches]
 
 
 def test_certify_served_finds_a_spoiled_output(pairing, monkeypatch):

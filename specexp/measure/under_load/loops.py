@@ -6,6 +6,7 @@ open traffic. Confidence intervals are over turns, paired between policies.
 """
 
 import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -61,12 +62,15 @@ def _equal_counts(engine_rows: Mapping[str, EngineRows]) -> None:
         rows.count = least
 
 
-def costs_for(pairing: Pairing, names: Iterable[str], offered: Sequence[Request]) -> Costs | None:
-    """The cost table for these requests, measured if need be; None if no policy reads it. Raises
-    UserError as `break_even.profile` does."""
+def costs_for(pairing: Pairing, names: Iterable[str], offered: Source, rows: int) -> Costs | None:
+    """The cost table for these requests, of which at most `rows` run at once; measured if need be,
+    in batches up to that size. None if no policy reads it. Raises UserError as `break_even.profile`
+    does."""
     if not {*policies.PRICED} & {*names}:
         return None
-    return break_even.profile(pairing, longest=slots_for(offered, 0))
+    most = min(rows, len(offered.requests), offered.concurrency or rows)
+    batches = break_even.BATCHES[: max(2, 1 + bisect_left(break_even.BATCHES, most))]
+    return break_even.profile(pairing, batches, longest=slots_for(offered.requests, 0))
 
 
 # --- closed loops --------------------------------------------------------------------------------
