@@ -93,15 +93,27 @@ ANSWERS = (
 
 BESIDE = {
     "speedup/best_gamma": "with a draft length of {:.0f}",
-    "speedup/at_largest_batch": "{:.2f}x at the largest batch",
     "throughput/crossing_batch": "certainly slower in a batch of {:.0f}",
     "fleet/replicas_plain": "plain decoding needs {:.0f}",
 }
 
 
-def beside(metrics: Mapping[str, float]) -> list[str]:
-    """What else decides, in words: which draft length, and up to which load."""
-    return [words.format(metrics[name]) for name, words in BESIDE.items() if name in metrics]
+def beside(record: Mapping[str, Any]) -> list[str]:
+    """What else decides, in words: which draft length, and what the load changes."""
+    metrics, series = record.get("metrics", {}), record.get("series", {})
+    words = [text.format(metrics[name]) for name, text in BESIDE.items() if name in metrics]
+    at, low, high = (
+        {int(batch): value for batch, value in series.get(f"speedup/at_batch{end}", {}).items()}
+        for end in ("", "_low", "_high")
+    )
+    if len(at) > 1:
+        first, last = min(at), max(at)
+        least, most = low.get(last, 0.0), high.get(last, 0.0)
+        ends = f" [{least:.2f}, {most:.2f}]" * (least < most)
+        words.append(
+            f"{at[first]:.2f}x in a batch of {first}, {at[last]:.2f}x{ends} in one of {last}"
+        )
+    return words
 
 
 def doubts(record: Mapping[str, Any]) -> list[str]:
@@ -149,7 +161,7 @@ def answer_tags(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
     if not sentences:
         return {}
     first, *rest = sentences
-    description = "; ".join([f"**{first}**", *beside(record.get("metrics", {})), *rest])
+    description = "; ".join([f"**{first}**", *beside(record), *rest])
     description += f"\n\n[Figures and notebook, in the run that measured it]({files})" * bool(files)
     tags = {"answer": short_answers(record)[0], NOTE: description}
     return {n: text for n, text in tags.items() if n not in record.get("tags", {})}

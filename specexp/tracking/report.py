@@ -225,7 +225,7 @@ def answer(part: Sequence[Run]) -> str:
     elif answer.even is not None:
         clear = "certainly faster" if low > answer.even else "certainly slower"
         text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
-    text += "".join(f"; {words}" for words in mlflow_view.beside(best.metrics))
+    text += "".join(f"; {words}" for words in mlflow_view.beside(best.record))
     if many == 1:
         return f"{text}."
     sure = [run for run in having if not _doubtful(answer, run)]

@@ -176,8 +176,14 @@ def test_answer_says_which_draft_length_and_at_which_load_it_loses(store):
     assert "faster; with a draft length of 4; certainly slower in a batch of 16." in report.answer(
         run
     )
-    said = mlflow_view.answer_tags(run[0].record)["mlflow.note.content"]
+    curve = {"1": 1.9, "4": 1.2, "16": 0.9}
+    by_batch = {
+        f"speedup/at_batch{end}": {batch: value + more for batch, value in curve.items()}
+        for end, more in (("", 0), ("_low", -0.05), ("_high", 0.05))
+    }
+    said = mlflow_view.answer_tags(run[0].record | {"series": by_batch})["mlflow.note.content"]
     assert "with a draft length of 4" in said
+    assert "1.90x in a batch of 1, 0.90x [0.85, 0.95] in one of 16" in said
     view = compare.overview(report.frame(run))
     assert list(view["best γ"]) == ["4"]
     assert list(view["slower in a batch of"]) == ["16"]
