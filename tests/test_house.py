@@ -53,7 +53,7 @@ FLOORS = [
     {"names", "checked", "api"},
     {"serving"},
     {"measure"},
-    {"figures"},
+    {"figures", "decision"},
     {"grids"},
     {"commands", "__main__", "__init__"},
 ]

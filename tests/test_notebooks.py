@@ -115,7 +115,7 @@ def test_notebooks_run_as_a_grid_and_are_compared(
         assert re.search(answer, said), answer
     compared = execute("90_compare", tmp_path)
     assert draft not in texts(compared)
-    assert len(images(compared)) == 3
+    assert len(images(compared)) == 4
     assert f"{len(finished)} finished runs" in compared.read_text()
 
 

@@ -3,7 +3,9 @@
 import math
 
 import pandas as pd
+import seaborn as sns
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from specexp.errors import counted
 from specexp.figures import style
@@ -138,4 +140,39 @@ def over_batch(curves: pd.DataFrame) -> Figure:
         claim = f"Speedup at batch {largest[0]['step']}: {' to '.join(each)}" if each else ""
         doubtful = curves.loc[~curves["credible"], "run_id"].nunique()
         style.title(figure, "; ".join(filter(None, [claim, _left_out(doubtful)])))
+    return figure
+
+
+def plans(speedups: pd.DataFrame) -> Figure:
+    """Speedup of each drafter at each batch size with its best draft, from `Advice.speedups`;
+    framed where its plan drafts. Blank: not measured."""
+    if speedups.empty:
+        return style.nothing("No speedup can be trusted: run 20_latency or 40_drafters")
+    table = speedups[speedups["best"]]
+    order = list(dict.fromkeys(table["drafter"]))
+    cells = table.set_index(["drafter", "batch"])
+    shades = cells["speedup"].map(math.log2).unstack("batch").loc[order]  # noqa: PD010
+    labels = pd.DataFrame("", shades.index, shades.columns)
+    for (drafter, batch), row in cells.iterrows():
+        number = style.times(row, "speedup").replace(" [", "\n[")
+        labels.loc[drafter, batch] = f"{number}\ndraft {row['draft']}"
+    most = max(1.0, shades.abs().max(axis=None))
+    with style.canvas(2.5 + 1.3 * shades.shape[1], 1.4 + 0.62 * len(order)) as (figure, axes):
+        sns.heatmap(shades, annot=labels, fmt="", vmin=-most, vmax=most, cmap="vlag_r", ax=axes,
+                    cbar=False, annot_kws={"fontsize": 9}, linewidths=3)  # fmt: skip
+        for text in axes.texts:
+            x, y = map(int, text.get_position())
+            text.set_color("black" if abs(shades.iloc[y, x]) < 0.75 * most else "white")
+        for drafter, batch in cells.index[cells["on"]]:
+            corner = shades.columns.get_loc(batch), order.index(drafter)
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, lw=2.5, ec=style.INK, zorder=3))
+        axes.set(xlabel="batch size (streams)", ylabel="")
+        axes.grid(False)
+        axes.tick_params(rotation=0)
+        on = table[table["on"]]
+        claim = "No drafter is certainly faster than plain decoding"
+        if len(on):
+            first = on[on["drafter"] == on["drafter"].iloc[0]]
+            claim = f"{first['drafter'].iloc[0]} pays up to batch {first['batch'].max()}"
+        style.title(figure, f"{claim}; framed: where to draft")
     return figure

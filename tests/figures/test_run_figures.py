@@ -122,3 +122,23 @@ def test_acceptance_rates_and_speedups_carry_their_intervals():
     across, up = (line.get_segments()[0] for line in bars.lines[2])
     assert across.tolist() == [[pytest.approx(0.4), 1.4], [pytest.approx(0.65), 1.4]]
     assert up.tolist() == [[0.5, pytest.approx(1.2)], [0.5, pytest.approx(1.5)]]
+
+
+def test_a_map_of_plans_frames_where_to_draft():
+    rows = [("ngram", 4, 1, 1.5, True, True), ("ngram", 2, 1, 1.4, False, False),
+            ("ngram", 2, 8, 0.8, True, False), ("suffix", 3, 1, 1.1, True, False)]  # fmt: skip
+    names = ["drafter", "draft", "batch", "speedup", "best", "on"]
+    table = pd.DataFrame(rows, columns=names)
+    table = table.assign(low=table["speedup"] - 0.1, high=table["speedup"] + 0.1)
+    figure = figures.runs.plans(table)
+    assert title(figure).startswith("ngram pays up to batch 1; framed")
+    axes = figure.axes[0]
+    cells = {t.get_text() for t in axes.texts} - {""}
+    assert cells == {
+        "1.50x\n[1.40, 1.60]\ndraft 4", "0.80x\n[0.70, 0.90]\ndraft 2",
+        "1.10x\n[1.00, 1.20]\ndraft 3",
+    }  # fmt: skip
+    assert [p.get_xy() for p in axes.patches] == [(0, 0)], "only the first cell is framed"
+    off = figures.runs.plans(table.assign(on=False))
+    assert title(off).startswith("No drafter is certainly faster")
+    assert "run 20_latency" in figures.runs.plans(table.head(0)).axes[0].texts[0].get_text()

@@ -1,0 +1,87 @@
+"""`specexp recommend`: what to switch on, from the results that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from specexp import terminal
+from specexp.commands import options as opt
+from specexp.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from specexp.decision.recommend import Advice
+
+MEANING = (
+    "Intervals are 95 % and hold for all settings of a batch size at once; drafting is on where "
+    "they lie above 1."
+)
+MOST = 5  # results that are not used, with the reason of each
+
+
+def recommend(
+    target: str = typer.Argument(
+        "", help="The target, as in the results. Default: every target.", metavar="TARGET"
+    ),
+    out: Path | None = opt.own(
+        "Write the first table's speedups by batch size as CSV, and a figure beside."
+    ),
+    as_json: bool = opt.AS_JSON,
+) -> None:
+    """Say which drafter to switch on, with which draft length, and up to which load.
+
+    Joins the results of all grids and notebooks that share target, prompts, sampling and machine.
+    It runs nothing, and says what was not measured.
+    """
+    picture = opt.picture_beside(out) if out else None
+
+    from specexp.decision import engines
+    from specexp.decision import recommend as recommending
+    from specexp.tracking import results
+
+    if not (every := recommending.advise(target)):
+        raise UserError(
+            f"no result in {results.root()} has a speedup: run a grid first, such as specexp grid "
+            "run notebooks/grids/drafters.yaml"
+        )
+    options = [engines.options(a.best, a.situation.target) if a.best else {} for a in every]
+    if as_json:
+        opt.say(opt.json_text([
+            {"target": advice.situation.target, "situation": str(advice.situation),
+             "verdict": advice.verdict(), "drafters": advice.table().to_dict("records"),
+             "measured": advice.speedups().to_dict("records"), "not_used": advice.left_out,
+             "engines": engine}
+            for advice, engine in zip(every, options, strict=True)
+        ]))  # fmt: skip
+    else:
+        for advice, engine in zip(every, options, strict=True):
+            _show(advice, engine)
+    if out and picture:
+        from specexp.figures import runs, style
+
+        style.subject(f"{every[0].situation.target}, {every[0].situation}")
+        every[0].speedups().to_csv(out, index=False)
+        runs.plans(every[0].speedups()).savefig(picture, dpi=110)
+
+
+def _show(advice: Advice, engine: Mapping[str, str]) -> None:
+    title, table = f"{advice.situation.target}: {advice.situation}", advice.table()
+    rows = terminal.table(title, *table)
+    for row in table.itertuples(index=False):
+        rows.add_row(*row)
+    opt.console.print(*([rows] if len(table) else [title]))
+    opt.say(advice.verdict())
+    if advice.plans:
+        opt.say(MEANING)
+    if advice.left_out:
+        opt.say(f"Not used: {counted(len(advice.left_out), 'result')}")
+        for name, why in advice.left_out[:MOST]:
+            opt.say(f"  {name}: {why}")
+    if engine:
+        opt.say("In an engine (acceptance carries over, the speedup must be measured there):")
+        for name, text in engine.items():
+            opt.say(f"  {name:13s} {text}")
+    opt.say("")

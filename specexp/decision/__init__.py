@@ -1,0 +1,1 @@
+"""What to switch on: from committed results to a drafter, draft lengths and an engine's options."""

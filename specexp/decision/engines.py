@@ -1,0 +1,152 @@
+"""A plan in the words of the engine that will run it: options for vLLM, SGLang, TensorRT-LLM,
+llama.cpp and transformers, as their documentation of November 2026 names them.
+
+Acceptance carries over to another engine, the speedup does not: it depends on that engine's kernels
+and scheduler, so it has to be measured there. An engine that cannot draft so says why.
+"""
+
+import json
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from specexp.decision.recommend import Plan
+from specexp.errors import UserError, counted
+from specexp.zoo import naming
+
+NGRAM = 3  # tokens of the longest match, unless `ngram:N` names another
+NOT_THERE = "has no such drafter"
+
+
+class _Cannot(Exception):
+    """This engine cannot do what the plan says."""
+
+
+def options(plan: Plan, target: str) -> dict[str, str]:
+    """For each engine, what switches the plan on there, or why it cannot. Empty for a plan that
+    leaves drafting off."""
+    if not plan.steps:
+        return {}
+    schedule: dict[int, int] = {}
+    for last, chosen in plan.steps:
+        if not isinstance(chosen.draft, int):
+            return dict.fromkeys(ENGINES, f"cannot be given the tree {chosen.draft}")
+        schedule[last] = chosen.draft
+    try:
+        method, argument = _method(plan.drafter, target)
+    except UserError as e:
+        return dict.fromkeys(ENGINES, str(e))
+    written = {}
+    for engine, write in ENGINES.items():
+        try:
+            written[engine] = write(method, argument, schedule)
+        except _Cannot as e:
+            written[engine] = str(e)
+    return written
+
+
+def _method(drafter: str, target: str) -> tuple[str, str]:
+    """The method's name, `eagle3` for heads of that kind, and its argument: the folder or hub id of
+    a model or heads if it has one. Raises UserError if these are not there any more."""
+    try:
+        method, argument = naming.method_of(drafter) or ("", "")
+    except UserError:  # a class of one's own, from another folder
+        return "", ""
+    source = naming.source_of(drafter, target)
+    if method == "eagle" and source:
+        from specexp.models import head_files
+
+        method = head_files.read(source).kind
+    return method, source or argument
+
+
+def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
+    methods: dict[str, dict[str, Any]] = {
+        "model": {"method": "draft_model", "model": argument},
+        "eagle3": {"method": "eagle3", "model": argument},
+        "eagle": {"method": "eagle", "model": argument},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": _match(argument)},
+        "suffix": {"method": "suffix"},
+    }
+    own = methods.get(method) or _no()
+    ranges, first = [], 1
+    for last, draft in schedule.items():
+        ranges.append([first, last, draft])
+        first = last + 1
+    by_batch = [*ranges, [first, first, 0]]  # the last holds for all larger batches
+    own |= {"num_speculative_tokens": max(schedule.values()),
+            "num_speculative_tokens_per_batch_size": by_batch}  # fmt: skip
+    needs = "  # needs arctic-inference" * (method == "suffix")
+    return f"--speculative-config {shlex.quote(json.dumps(own))}{needs}"
+
+
+def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
+    names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE"}
+    draft = next(iter(schedule.values()))
+    return (
+        f"--speculative-algorithm {names.get(method) or _no()} "
+        f"--speculative-draft-model-path {shlex.quote(argument)} --speculative-num-steps {draft} "
+        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {draft + 1}"
+        f"  # for at most {counted(max(schedule), 'request')} at once, always on"
+    )
+
+
+def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
+    methods: dict[str, dict[str, Any]] = {
+        "model": {"decoding_type": "DraftTarget", "speculative_model": argument},
+        "eagle3": {"decoding_type": "Eagle3", "speculative_model": argument},
+        "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": _match(argument),
+                  "is_use_oldest": False},
+    }  # fmt: skip
+    own = methods.get(method) or _no()
+    own |= {"max_draft_len": max(schedule.values())}
+    text = json.dumps(own)[:-1].replace('"', "")
+    by_batch = ", ".join(f"{last}: {draft}" for last, draft in schedule.items())
+    return f"speculative_config: {text}, draft_len_schedule: {{{by_batch}}}}}  # 1.3 or later"
+
+
+def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
+    draft, most = next(iter(schedule.values())), max(schedule)
+    if method == "ngram":
+        own = (
+            f"--spec-type ngram-simple --spec-ngram-simple-size-n {_match(argument)} "
+            f"--spec-ngram-simple-size-m {draft}"
+        )
+    elif method in ("model", "eagle3"):
+        kind = {"model": "draft-simple", "eagle3": "draft-eagle3"}[method]
+        own = f"--spec-type {kind} --spec-draft-n-max {draft} --spec-draft-model DRAFT.gguf"
+    else:
+        _no()
+    return f"{own} -np {most}  # at most {counted(most, 'request')} at once, always on"
+
+
+def _transformers(method: str, argument: str, schedule: dict[int, int]) -> str:
+    draft = next(iter(schedule.values()))
+    constant = (
+        f"num_assistant_tokens={draft}, num_assistant_tokens_schedule='constant', "
+        "assistant_confidence_threshold=0"
+    )
+    own = {
+        "model": f"assistant_model=draft, {constant}",
+        "early_exit": argument and f"assistant_early_exit={argument}, {constant}",
+        "ngram": f"prompt_lookup_num_tokens={draft}, max_matching_ngram_size={_match(argument)}",
+    }.get(method) or _no()
+    return f"model.generate(..., {own})  # one request at a time"
+
+
+def _match(argument: str) -> int:
+    """The longest match of `ngram:N`; of another method's argument nothing is meant by it."""
+    return int(argument) if argument.isdigit() else NGRAM
+
+
+def _no() -> Any:
+    raise _Cannot(NOT_THERE)
+
+
+ENGINES: dict[str, Callable[[str, str, dict[int, int]], str]] = {
+    "vLLM": _vllm,
+    "SGLang": _sglang,
+    "TensorRT-LLM": _tensorrt_llm,
+    "llama.cpp": _llama_cpp,
+    "transformers": _transformers,
+}

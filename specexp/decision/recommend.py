@@ -1,0 +1,300 @@
+"""Which drafter to switch on for a target, with which draft length, and up to which batch size.
+
+It reads committed results and measures nothing. Results are joined if they share the target, the
+prompts, the sampling and the machine, whatever notebook or grid made them. At each batch size all
+settings measured there compete: a drafter's draft length is chosen among those that are certainly
+faster than plain decoding, by intervals that hold for all competitors at once (Bonferroni). A batch
+size between two measured ones gets the choice of the larger, as gains shrink with the batch; beyond
+the largest batch measured, and from the first at which nothing is certain, drafting is off.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from math import log
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from specexp.errors import UserError, counted, last_parts, meant
+from specexp.measure.parameters import PARAMETERS
+from specexp.tracking import mlflow_view, report, results
+from specexp.zoo import naming, shelf
+
+SPEEDUP = next(a for a in mlflow_view.ANSWERS if a.metric == "speedup/measured")
+SHARED = ("target", "prompts", "chat", "temperature", "sampling", "rule", "dtype")
+MACHINE = ("device", "processor", "threads")
+
+
+class Situation(NamedTuple):
+    """What results must share to be joined: pairs of a name and its value."""
+
+    params: tuple[tuple[str, Any], ...]
+    machine: tuple[tuple[str, str], ...]
+
+    @property
+    def target(self) -> str:
+        return str(dict(self.params)["target"])
+
+    def __str__(self) -> str:
+        """In words, without what is as usual: `prompts all, temperature 0.8; cpu, AMD EPYC`."""
+        always = ("target", "prompts")
+        unusual = [
+            f"{n} {v}" for n, v in self.params
+            if n not in always and v != PARAMETERS[n].default
+        ]  # fmt: skip
+        prompts = f"prompts {last_parts(dict(self.params)['prompts'], 1)}"
+        machine = [f"{v} threads" if n == "threads" else v for n, v in self.machine if v]
+        return "; ".join(", ".join(part) for part in ([prompts, *unusual], machine))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The speedup of one setting at one batch size. draft: the draft length, or the tree's name."""
+
+    drafter: str
+    draft: int | str
+    batch: int
+    speedup: float
+    low: float
+    high: float
+    prompts: int
+
+    @property
+    def width(self) -> float:
+        return log(self.high / self.low)
+
+    @property
+    def drafts(self) -> str:
+        if isinstance(self.draft, str):
+            return f"the tree {self.draft}"
+        return counted(self.draft, "token")
+
+    def __str__(self) -> str:
+        return SPEEDUP.figure(self.speedup, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one drafter is worth. steps: the largest batch size of each range and the setting chosen
+    for it, ascending; empty if nothing is certainly faster at the smallest batch. alone: its best
+    setting there, chosen or not. largest: the largest batch size at which it was measured."""
+
+    drafter: str
+    steps: tuple[tuple[int, Measured], ...]
+    alone: Measured
+    largest: int
+
+    def schedule(self) -> str:
+        """`1: 4, 2 to 4: 2, then off`: the draft length by batch size."""
+        words, first = [], 1
+        for last, chosen in self.steps:
+            words.append(f"{first}{f' to {last}' * (last > first)}: {chosen.draft}")
+            first = last + 1
+        unmeasured = " (not measured)" * bool(words and first > self.largest)
+        return ", ".join([*words, "then off" + unmeasured]) if words else "off"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """plans: the best first, of all drafters measured in a situation. left_out: the results that
+    were not used, and why."""
+
+    situation: Situation
+    plans: tuple[Plan, ...]
+    measured: tuple[Measured, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def best(self) -> Plan | None:
+        return next((plan for plan in self.plans if plan.steps), None)
+
+    def verdict(self) -> str:
+        """What to do, how sure that is, and what is not known."""
+        if not self.plans:
+            return (
+                f"Nothing can be said: of {counted(len(self.left_out), 'result')} none has a "
+                "speedup that can be trusted. Run them again with nothing else running."
+            )
+        first = self.plans[0].alone
+        batch = f"in a batch of {first.batch}" if first.batch > 1 else "for one stream"
+        if not (plan := self.best):
+            more = "more prompts would narrow the interval" if first.high > 1 else "it loses"
+            return (
+                f"Leave drafting off: no drafter is certainly faster {batch}. The fastest is "
+                f"{first.drafter}, drafting {first.drafts}: {first}; {more}."
+            )
+        text = f"Draft {first.drafts} with {plan.drafter} {batch}: {first}. "
+        last = plan.steps[-1][0]
+        if last == plan.largest:
+            text += f"Larger batches than {last} were not measured with it"
+            text += ": run 30_throughput_under_batch. "
+        else:
+            text += f"Switch it off in batches above {last}. "
+        others = [p for p in self.plans[1:] if p.alone.batch == first.batch]
+        if rivals := [p.drafter for p in others if p.alone.high >= first.low]:
+            more = " and more" * (len(rivals) > 4)
+            text += f"It is not certainly better than {', '.join(rivals[:4])}{more}."
+        elif others:
+            text += "It is certainly better than the other drafters."
+        return text.rstrip()
+
+    def table(self) -> pd.DataFrame:
+        """A row a drafter, as text."""
+        return pd.DataFrame(
+            {"drafter": plan.drafter, "speedup": str(plan.alone), "batch": plan.alone.batch,
+             "draft": plan.alone.draft, "draft length by batch": plan.schedule(),
+             "measured to batch": plan.largest, "prompts": plan.alone.prompts or ""}
+            for plan in self.plans
+        ).astype(str)  # fmt: skip
+
+    def speedups(self) -> pd.DataFrame:
+        """What was measured, a row a setting and batch size, the best drafter first. best: the
+        drafter's choice at this batch size, on or not; on: whether its plan drafts there."""
+        rows = []
+        for plan in self.plans:
+            own = [m for m in self.measured if m.drafter == plan.drafter]
+            until = plan.steps[-1][0] if plan.steps else 0
+            for m in own:
+                best = m is _choice([n for n in own if n.batch == m.batch])
+                rows.append(vars(m) | {"best": best, "on": best and m.batch <= until})
+        return pd.DataFrame(rows)
+
+    def __str__(self) -> str:
+        return f"{self.situation.target} ({self.situation}): {self.verdict()}"
+
+
+def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[Advice]:
+    """Advice for each situation in which this target, or any, was measured; the one with the most
+    measurements first. target: as in the results, or its last part. runs: by default the newest
+    result of each point in the store. Raises UserError if there are none."""
+    if runs is None:
+        runs = report.newest(filter(results.intact, results.listed("results")))
+    known = [run for run in runs if run.record["params"].get("target")]
+    targets = {str(run.record["params"]["target"]) for run in known}
+    chosen = {t for t in targets if target in ("", t)} or {
+        t for t in targets if last_parts(t, 1) == target
+    }
+    if targets and not chosen:
+        there = f"; there are some of {', '.join(sorted(targets))}"
+        raise UserError(
+            f"no results of {target} in {results.root()}{meant(target, targets, there)}"
+        )
+    grouped: dict[Situation, list[report.Run]] = {}
+    for run in known:
+        if str(run.record["params"]["target"]) in chosen:
+            grouped.setdefault(situation_of(run), []).append(run)
+    every = [_advise(situation, part) for situation, part in grouped.items()]
+    every = [advice for advice in every if advice.measured or advice.left_out]
+    return sorted(every, key=lambda advice: -len(advice.measured))
+
+
+def situation_of(run: report.Run) -> Situation:
+    params, tags = run.record["params"], run.tags
+    return Situation(
+        tuple((name, params.get(name, PARAMETERS[name].default)) for name in SHARED),
+        tuple((name, tags.get(name, "")) for name in MACHINE),
+    )
+
+
+def _advise(situation: Situation, runs: Sequence[report.Run]) -> Advice:
+    best: dict[tuple[str, int | str, int], Measured] = {}
+    left_out: list[tuple[str, str]] = []
+    for run in runs:
+        if SPEEDUP.metric not in run.metrics:
+            continue
+        measured = measured_in(run)
+        if why := _unusable(run) or "it has no interval" * (not measured):
+            left_out.append((f"{run.experiment}: {run.label}", why))
+            continue
+        for m in measured:
+            key = m.drafter, m.draft, m.batch
+            if key not in best or m.width < best[key].width:  # the most precise counts
+                best[key] = m
+    everything = sorted(best.values(), key=attrgetter("batch"))
+    competing = [
+        m
+        for _, at in groupby(everything, attrgetter("batch"))
+        for m in _widened(list(at))
+    ]  # fmt: skip
+    drafters = dict.fromkeys(m.drafter for m in competing)
+    plans = [_plan(name, [m for m in competing if m.drafter == name]) for name in drafters]
+    plans.sort(key=lambda plan: (not plan.steps, plan.alone.batch, -plan.alone.speedup))
+    return Advice(situation, tuple(plans), tuple(competing), tuple(left_out))
+
+
+def _unusable(run: report.Run) -> str:
+    """Why a result's speedup cannot decide anything; "" if it can."""
+    if str(run.record["params"].get("drafter")).partition(":")[0] == "planted":
+        return "its drafts are planted: no such drafter exists"
+    if results.is_simulated(SPEEDUP.metric, run.tags.get("simulated", "")):
+        return "it is simulated"
+    if run.metrics.get("exact/pass") != 1:
+        return "its output was not checked, or not the target's"
+    return "; ".join(run.doubts())
+
+
+def measured_in(run: report.Run) -> list[Measured]:
+    """The speedups that a result logged with intervals: by batch size, or of one stream."""
+    record = run.record
+    params, metrics, series = record["params"], record["metrics"], record["series"]
+    tree = params.get("tree", "chain")
+    gamma = metrics.get("speedup/best_gamma", params.get("gamma"))
+    if gamma is None:
+        return []
+    at = {0: (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
+    if curve := series.get("speedup/at_batch"):
+        ends = [series.get(f"speedup/at_batch_{end}", {}) for end in ("low", "high")]
+        at = {int(b): (v, *(end.get(b, v) for end in ends)) for b, v in curve.items()}
+    draft = int(gamma) if tree == "chain" else str(tree)
+    return [
+        Measured(
+            _named(str(params["drafter"]), params["target"]),
+            draft,
+            batch or 1,
+            value,
+            low,
+            high,
+            run.prompts,
+        )
+        for batch, (value, low, high) in at.items()
+        if 0 < low < high
+    ]
+
+
+def _named(drafter: str, target: str) -> str:
+    """The same name for `model`, `model:NAME` and NAME, if that is the target's default draft."""
+    with suppress(UserError):
+        method, argument = naming.method_of(drafter) or ("", "")
+        if method == "model":
+            return argument or shelf.default_draft(target).name
+    return drafter
+
+
+def _widened(at: Sequence[Measured]) -> list[Measured]:
+    """Settings measured at one batch size, with intervals that hold for all of them at once."""
+    return [
+        Measured(m.drafter, m.draft, m.batch, m.speedup,
+                 *mlflow_view.widened(m.speedup, m.low, m.high, len(at)), m.prompts)
+        for m in at
+    ]  # fmt: skip
+
+
+def _plan(drafter: str, measured: Sequence[Measured]) -> Plan:
+    steps: list[tuple[int, Measured]] = []
+    by_batch = {batch: list(at) for batch, at in groupby(measured, attrgetter("batch"))}
+    for batch, at in by_batch.items():
+        if (chosen := _choice(at)).low <= 1:
+            break
+        if steps and steps[-1][1].draft == chosen.draft:
+            steps.pop()
+        steps.append((batch, chosen))
+    return Plan(drafter, tuple(steps), _choice(by_batch[min(by_batch)]), max(by_batch))
+
+
+def _choice(at: Sequence[Measured]) -> Measured:
+    """The fastest of a drafter's settings at one batch size, of those certainly faster than plain
+    decoding if there are any."""
+    return max([m for m in at if m.low > 1] or at, key=attrgetter("speedup"))

@@ -1,0 +1,246 @@
+"""Which drafter to switch on, with which draft length, up to which load, in an engine's words."""
+
+import ast
+import json
+import shlex
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specexp.commands import app
+from specexp.decision import engines
+from specexp.decision.recommend import Measured, Plan, advise
+from specexp.errors import UserError
+from specexp.tracking import results
+from specexp.zoo import shelf
+
+MACHINE = {"device": "cpu", "processor": "AMD EPYC, 2 cores", "threads": "2"}
+
+
+def log(drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, **params):
+    """A committed result: `at` is the speedup of one stream, or one for each batch size."""
+    curve = at if isinstance(at, dict) else {1: at}
+    first = curve[min(curve)]
+    record = {
+        "experiment": "mine",
+        "params": {"target": "target-10m", "prompts": "all", "drafter": drafter, "gamma": gamma}
+        | params,
+        "metrics": {
+            "speedup/measured": first, "speedup/ci_low": first - half,
+            "speedup/ci_high": first + half, "exact/pass": exact,
+        },
+        "series": {
+            f"speedup/at_batch{end}": {str(b): v + more for b, v in curve.items()}
+            for end, more in (("", 0), ("_low", -half), ("_high", half))
+        } if curve is at else {},
+        "tags": tags,
+    }  # fmt: skip
+    name = f"{drafter.replace(':', '')}{gamma}{len(results.listed('results'))}"
+    attempt = results.new_attempt(name)
+    (attempt / results.RESULT).write_text(json.dumps(record))
+    results.commit(attempt, name, {"name": drafter, "status": "FINISHED"})
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs `specexp recommend` with these words: exit code, output and errors."""
+
+    def command(*words):
+        monkeypatch.setattr("sys.argv", ["specexp", "recommend", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return command
+
+
+def only(advice):
+    (one,) = advice
+    return one
+
+
+def test_a_plan_joins_grids_into_a_draft_length_for_each_load(store):
+    log("ngram", 1.8, gamma=6)
+    log("ngram", {1: 1.5, 4: 1.2, 8: 1.04, 16: 0.8}, gamma=4)
+    log("ngram", {1: 1.3, 4: 1.4, 8: 1.3, 16: 0.9}, gamma=2)
+    log("suffix", 1.2)
+    advice = only(advise())
+    first, second = advice.plans
+    assert (first.drafter, second.drafter) == ("ngram", "suffix")
+    assert [(last, chosen.draft) for last, chosen in first.steps] == [(1, 6), (8, 2)]
+    assert first.schedule() == "1: 6, 2 to 8: 2, then off"
+    assert second.schedule() == "1: 3, then off (not measured)"
+    said = advice.verdict()
+    assert said.startswith("Draft 6 tokens with ngram for one stream: 1.80x [1.7")
+    assert "Switch it off in batches above 8." in said
+    assert said.endswith("It is certainly better than the other drafters.")
+
+
+def test_intervals_are_widened_for_the_settings_that_compete_at_a_batch_size(store):
+    log("ngram", 1.05, half=0.045)
+    assert only(advise()).best, "its interval lies above 1 while nothing competes with it"
+    for gamma in (4, 5, 6):
+        log("ngram", 1.0, gamma=gamma)
+    advice = only(advise())
+    assert not advice.best
+    assert advice.verdict().startswith("Leave drafting off: no drafter is certainly faster for one")
+    assert "ngram, drafting 3 tokens: 1.05x [0.99, 1.11]; more prompts would" in advice.verdict()
+
+
+def test_drafting_stays_off_from_the_first_load_at_which_nothing_is_certain(store):
+    log("ngram", {1: 1.5, 2: 1.02, 4: 1.5})
+    assert only(advise()).plans[0].schedule() == "1: 3, then off"
+
+
+def test_a_drafter_measured_under_load_alone_is_recommended_for_that_load(store):
+    log("ngram", 1.02)
+    log("suffix", {4: 1.5, 8: 0.9}, tree="3x2")
+    said = only(advise()).verdict()
+    assert said.startswith("Draft the tree 3x2 with suffix in a batch of 4: 1.50x")
+    assert said.endswith("Switch it off in batches above 4.")
+
+
+def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
+    log("ngram", 9.0, exact=0.0)
+    log("suffix", 1.4, tags=MACHINE | {"load": "7.5"})
+    log("recycle", 1.4, half=0.0)
+    log("medusa", 8.0, tags=MACHINE | {"simulated": "speedup"})
+    advice = only(advise())
+    assert not advice.plans
+    assert dict(advice.left_out) == {
+        "mine: ngram": "its output was not checked, or not the target's",
+        "mine: suffix": "the load average was 7.5 with 2 of its own threads",
+        "mine: medusa": "it is simulated",
+        "mine: recycle": "it has no interval",
+    }
+    assert "of 4 results none has a speedup that can be trusted" in advice.verdict()
+
+
+def test_only_results_of_one_situation_are_joined(store):
+    log("ngram", 1.5)
+    log("ngram", 1.4, gamma=5)
+    log("suffix", 1.9, temperature=0.8, prompts="/some/where/mine.jsonl", chat=True)
+    log("suffix", 1.9, tags=MACHINE | {"device": "NVIDIA H100", "processor": ""})
+    log("suffix", 1.9, target="own/model")
+    every = advise("target-10m")
+    assert [str(advice.situation) for advice in every] == [
+        "prompts all; cpu, AMD EPYC, 2 cores, 2 threads",
+        "prompts mine.jsonl, chat True, temperature 0.8; cpu, AMD EPYC, 2 cores, 2 threads",
+        "prompts all; NVIDIA H100, 2 threads",
+    ]
+    assert only(advise("model")).situation.target == "own/model"
+    with pytest.raises(UserError, match=r"no results of target-10 in .*did you mean 'target-10m'"):
+        advise("target-10")
+
+
+def test_an_empty_store_says_which_command_fills_it(store, run):
+    assert advise() == []
+    code, _, err = run()
+    assert code == 2
+    assert "has a speedup: run a grid first, such as specexp grid run notebooks/grids" in err
+
+
+def test_names_of_one_draft_model_are_one_drafter_and_planted_drafts_are_none(store):
+    log("model", 1.5)
+    log("model:sibling-3m", 1.4, gamma=4)
+    log("sibling-3m", 1.3, gamma=5)
+    log("planted:0.8", 1.9)
+    advice = only(advise())
+    assert [plan.drafter for plan in advice.plans] == ["sibling-3m"]
+    assert [(m.draft, m.speedup) for m in advice.measured] == [(3, 1.5), (4, 1.4), (5, 1.3)]
+    assert dict(advice.left_out).keys() == {"mine: planted:0.8"}
+
+
+def test_the_most_precise_of_several_measurements_counts(store):
+    log("ngram", 1.6, half=0.4)
+    log("ngram", 1.3, half=0.05, limit=60)
+    assert only(advise()).plans[0].alone.speedup == 1.3
+
+
+def plan(drafter, schedule=((1, 4), (4, 2))):
+    steps = [(last, Measured(drafter, draft, last, 1.5, 1.2, 1.8, 40)) for last, draft in schedule]
+    return Plan(drafter, tuple(steps), steps[0][1], 16)
+
+
+def test_vllm_is_told_every_range_and_that_drafting_ends():
+    line = engines.options(plan("ngram:2"), "target-10m")["vLLM"]
+    flag, text = shlex.split(line)
+    assert flag == "--speculative-config"
+    assert json.loads(text) == {
+        "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2,
+        "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 4, 2], [5, 5, 0]],
+    }  # fmt: skip
+
+
+def test_tensorrt_llm_is_told_in_yaml():
+    line = engines.options(plan("ngram"), "target-10m")["TensorRT-LLM"]
+    assert yaml.safe_load(line) == {
+        "speculative_config": {
+            "decoding_type": "NGram", "max_matching_ngram_size": 3, "is_use_oldest": False,
+            "max_draft_len": 4, "draft_len_schedule": {1: 4, 4: 2},
+        }
+    }  # fmt: skip
+
+
+def test_a_draft_model_and_heads_are_named_by_their_folder():
+    draft = str(shelf.find("sibling-3m"))
+    for name in ("sibling-3m", "model"):
+        written = engines.options(plan(name), "target-10m")
+        assert json.loads(shlex.split(written["vLLM"])[1])["model"] == draft
+        words = shlex.split(written["SGLang"], comments=True)
+        assert words[1::2] == ["STANDALONE", draft, "4", "1", "5"]
+    heads = engines.options(plan("eagle"), "target-10m")
+    assert '"method": "eagle3"' in heads["vLLM"]
+    assert "--speculative-algorithm EAGLE3" in heads["SGLang"]
+    assert "draft-eagle3" in heads["llama.cpp"]
+
+
+@pytest.mark.parametrize("drafter", ["recycle", "mine:Again", "medusa", "early_exit"])
+def test_an_engine_says_so_where_it_has_no_such_drafter(drafter):
+    written = engines.options(plan(drafter), "target-10m")
+    assert set(written.values()) == {engines.NOT_THERE}
+    lost = engines.options(plan("model:./lost"), "target-10m")
+    assert set(lost.values()) == {"there is no folder ./lost"}
+    grown = engines.options(plan("ngram", [(1, "grown:12")]), "target-10m")
+    assert set(grown.values()) == {"cannot be given the tree grown:12"}
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "sibling-3m", "early_exit:2"])
+def test_transformers_runs_what_it_is_told(drafter):
+    line = engines.options(plan(drafter), "target-10m")["transformers"]
+    call = ast.parse(line.partition("#")[0].strip()).body[0].value
+    given = {k.arg: k.value for k in call.keywords}
+    folder = shelf.find("target-10m")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = AutoTokenizer.from_pretrained(folder)("def mean(values):", return_tensors="pt").input_ids
+    draft = AutoModelForCausalLM.from_pretrained(shelf.find("sibling-3m"))
+    options = {
+        name: draft if ast.unparse(value) == "draft" else ast.literal_eval(value)
+        for name, value in given.items()
+    }
+    plain = model.generate(ids, max_new_tokens=16, do_sample=False)
+    assert model.generate(ids, max_new_tokens=16, do_sample=False, **options).equal(plain)
+
+
+def test_the_command_prints_the_plan_and_an_engines_options(store, run, tmp_path):
+    log("ngram", {1: 1.5, 8: 0.9})
+    log("suffix", 1.4, tags=MACHINE | {"load": "7.5"})
+    out = tmp_path / "speedups.csv"
+    code, text, err = run("target-10m", "--out", str(out))
+    assert code == 0, err
+    for said in (
+        "1: 3, then off",
+        "Draft 3 tokens with ngram",
+        "Switch it off in batches above 1",
+        "Not used: 1 result",
+        "the load average was 7.5",
+        "prompt_lookup_num_tokens=3",
+    ):
+        assert said in " ".join(text.split())  # fmt: skip
+    assert out.read_text().startswith("drafter,draft,batch,speedup,low,high,prompts,best,on\n")
+    assert out.with_suffix(".png").stat().st_size > 1000
+    advice = only(json.loads(run("--json")[1]))
+    assert advice["drafters"][0]["draft length by batch"] == "1: 3, then off"
+    assert set(advice["engines"]) == set(engines.ENGINES)
