@@ -19,7 +19,7 @@ PAIR  = mlruns/twins/twin-$(shell echo $(TWIN) | tr A-Z a-z)
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
-demo: $(STAMP)   ## install, run the demo grids, print the comparison (REAL=1: with a pretrained 135M model)
+demo: $(STAMP)   ## install, run the demo grids, compare, recommend (REAL=1: with a pretrained 135M model)
 ifdef REAL
 	$(BIN)/specexp zoo fetch smollm2
 	$(BIN)/specexp zoo train --draft --target smollm2 --minutes 6
@@ -27,6 +27,7 @@ ifdef REAL
 else
 	$(BIN)/specexp grid run notebooks/grids/demo_*.yaml
 endif
+	$(BIN)/specexp recommend
 
 test: $(STAMP)   ## install, lint, type-check, run the tests
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
