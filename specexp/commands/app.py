@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from specexp.commands import bench, generate, grid, lab, recommend, serve, store, zoo
+from specexp.commands import bench, check, generate, grid, lab, recommend, serve, store, zoo
 from specexp.commands.options import Command, Group, complain
 from specexp.errors import NonFiniteLogits, UserError, first_line, panicked, ran_out
 from specexp.terminal import died, guard
@@ -97,7 +97,7 @@ def doctor() -> None:
 PANELS: dict[str, dict[str, Any]] = {  # of --help, and the commands and groups in each
     "Try": {"generate": generate.generate, "theory": generate.theory, "lab": lab.lab},
     "Experiments": {"grid": grid.app, "recommend": recommend.recommend, "report": store.report,
-                    "ui": store.ui, "store": store.app},
+                    "check": check.check, "ui": store.ui, "store": store.app},
     "This machine": {"doctor": doctor, "profile": bench.profile, "serve": serve.serve,
                      "bench": bench.bench},
     "Models": {"models": zoo.models, "zoo": zoo.app},

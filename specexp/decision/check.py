@@ -1,0 +1,193 @@
+"""Is the server that is really run doing its work? Its text, its acceptance and its speed.
+
+The same prompts go to the server and through a pairing here, which is exact and whose acceptance is
+therefore a reference. A fault in a server's drafting leaves its text right, since rejected draft
+tokens are repaired: only its acceptance shows it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from tqdm.auto import tqdm
+
+from specexp.api import Pairing
+from specexp.decision.server import Reply, Server
+from specexp.errors import UserError, counted
+from specexp.measure import exactness, one_pairing, statistics
+from specexp.measure.exactness import Exactness
+from specexp.measure.prompts import Prompt
+from specexp.measure.statistics import Interval
+
+COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """samples: a row a prompt, with COUNTS of the server and, behind `here_`, of the reference;
+    tokens (after the first) and s (the seconds that they took), ttft_s, and the same behind
+    `plain_` if there is a second server. positions: of each place in a draft, the shares of drafts
+    with at least so many tokens accepted, on the server and here. same: prompts on which both
+    servers wrote the same text."""
+
+    server: Server
+    exactness: Exactness
+    samples: pd.DataFrame
+    positions: pd.DataFrame
+    same: int | None
+
+    def per_draft(self, of: str = "") -> float:
+        """Accepted tokens a draft, on the server or (`here_`) of the reference."""
+        return self._over(of, "drafts")
+
+    def rate(self, of: str = "") -> float:
+        """Accepted over drafted tokens."""
+        return self._over(of, "draft_tokens")
+
+    def _over(self, of: str, below: str) -> float:
+        accepted, count = self.samples[[f"{of}accepted_tokens", f"{of}{below}"]].sum()
+        return float(accepted / count) if count else 0.0
+
+    def missing(self) -> Interval:
+        """Accepted tokens a draft on the server minus those here, paired by prompt."""
+        names = ("accepted_tokens", "drafts", "here_accepted_tokens", "here_drafts")
+        draws = statistics.difference_draws(*(self.samples[name] for name in names))
+        return statistics.simultaneous([draws])[0]
+
+    def speedup(self) -> Interval | None:
+        """Over the second server, from prompts with two tokens or more; None without one."""
+        if "plain_s" not in self.samples:
+            return None
+        timed = self.samples[self.samples[["tokens", "plain_tokens"]].min(axis=1) > 0]
+        if timed.empty:
+            return None
+        return statistics.speedup(*(timed[n] for n in ("plain_s", "plain_tokens", "s", "tokens")))
+
+    @property
+    def drafts(self) -> bool:
+        return bool(self.samples["drafts"].sum())
+
+    def tokens_per_pass(self) -> tuple[float, float]:
+        """Tokens a target pass, on the server (about: tokens that the limit cut off count as
+        accepted) and here."""
+        tokens, accepted = self.samples[["tokens", "accepted_tokens"]].sum()
+        emitted, passes = self.samples[["here_tokens", "here_passes"]].sum()
+        return float(tokens / max(1, tokens - accepted)), float(emitted / max(1, passes))
+
+    def text(self) -> str:
+        """Whether the server's text is the target's, in words."""
+        differing = [d for d in self.exactness.divergences if d.kind == "bug"]
+        ties, rows = self.exactness.ties, self.exactness.rows
+        said = f"the target's in {rows - len(differing)} of {counted(rows, 'prompt')}"
+        said += f" ({counted(ties, 'near tie')})" * (ties > 0)
+        if differing:
+            first = differing[0]
+            said += (
+                f"; NOT the target's in {len(differing)}, first in prompt {first.row + 1} at token "
+                f"{first.position + 1}. If the server's weights or dtype differ (8 or 16 bits), "
+                "give the same here"
+            )
+        return said
+
+    def lines(self) -> list[str]:
+        """The findings in words."""
+        samples = self.samples
+        ttft, tpot = samples["ttft_s"].median(), samples["s"].sum() / samples["tokens"].sum()
+        said = [f"text: {self.text()}"]
+        if self.same is not None:
+            said.append(f"text: the same without drafting in {self.same} of {len(samples)}")
+        if not self.drafts:
+            said.append("acceptance: the server drafted nothing: is speculative decoding on?")
+        else:
+            off, (there, here) = self.missing(), self.tokens_per_pass()
+            clear = (
+                "certainly fewer: its drafts or its rule differ" if off.high < 0 else
+                "certainly more: its drafter differs" if off.low > 0 else "no clear difference"
+            )  # fmt: skip
+            said += [
+                f"acceptance: {self.rate():.0%} of draft tokens, {self.rate('here_'):.0%} here; "
+                f"{self.per_draft():.2f} a draft, {self.per_draft('here_'):.2f} here: "
+                f"{off.value:+.2f} [{off.low:+.2f}, {off.high:+.2f}], {clear}",
+                f"tokens a target pass: about {there:.2f}, {here:.2f} here",
+            ]
+        said.append(f"speed: {1e3 * tpot:.2f} ms a token after the first, TTFT {1e3 * ttft:.0f} ms")
+        if speedup := self.speedup():
+            said.append(f"speedup over the plain server: {speedup}, {statistics.verdict(speedup)}")
+        return said
+
+
+def check(
+    server: Server, pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int,
+    plain: Server | None = None,
+) -> Checked:  # fmt: skip
+    """Send prompts to a server one at a time and compare with greedy output of the pairing, which
+    should have its target, drafter, draft length and dtype.
+
+    plain: the same server without drafting; both take turns. Raises UserError if a server does not
+    answer, or the pairing samples or drafts nothing."""
+    if pairing.options["temperature"] > 0:
+        raise UserError("a server is checked with greedy output: use temperature 0")
+    texts = pairing.encode([prompt.text for prompt in prompts])
+    servers = {"": server} | ({"plain_": plain} if plain else {})
+    for each in servers.values():  # warm-up, and a complaint before the reference takes its time
+        each.complete(texts[0], 2)
+    here = one_pairing.acceptance([pairing], prompts, max_new_tokens)
+    rows, outputs = [], {name: list[Reply]() for name in servers}
+    start = before = server.counters()
+    for number, ids in enumerate(tqdm(texts, desc="server", unit="prompt")):
+        row: dict[str, Any] = {"question_id": prompts[number].question_id}
+        for name in list(servers)[:: 1 if number % 2 else -1]:
+            reply = servers[name].complete(ids, max_new_tokens)
+            outputs[name].append(reply)
+            row |= {f"{name}tokens": max(0, len(reply.tokens) - 1), f"{name}s": reply.s,
+                    f"{name}ttft_s": reply.ttft_s}  # fmt: skip
+        now = server.counters()
+        row |= {name: now[name] - before[name] for name in COUNTS}
+        before = now
+        rows.append(row)
+    reference = pd.DataFrame(map(_counts, here["rounds"]), columns=COUNTS).add_prefix("here_")
+    reference[["here_tokens", "here_passes"]] = here[["emitted", "passes"]]
+    samples = pd.DataFrame(rows).join(reference)
+    same = (
+        sum(a.tokens == b.tokens for a, b in zip(outputs[""], outputs["plain_"], strict=True))
+        if plain else None
+    )  # fmt: skip
+    exact = _compared(pairing, texts, outputs[""], max_new_tokens)
+    return Checked(server, exact, samples, _positions(before - start, here), same)
+
+
+def _compared(
+    pairing: Pairing, texts: Sequence[list[int]], replies: Sequence[Reply], max_new_tokens: int
+) -> Exactness:
+    """Replies against plain decoding here. A server may leave out the token that ends a text,
+    whichever of them it was."""
+    eos, outputs = pairing.engine.eos, [reply.tokens for reply in replies]
+    cut = [r.ended and not {*r.tokens[-1:]} & {*eos} for r in replies]
+    whole = [[*out, *eos[:1]] if short else out for out, short in zip(outputs, cut, strict=True)]
+    exact = exactness.compare(pairing.engine, texts, whole, max_new_tokens, range(len(texts)))
+    exact.divergences = [
+        d for d in exact.divergences
+        if not (cut[d.row] and d.position == len(outputs[d.row]) and d.plain in eos)
+    ]  # fmt: skip
+    return exact
+
+
+def _counts(rounds: Sequence[tuple[float, ...]]) -> tuple[int, int, int]:
+    """COUNTS of a prompt's rounds (see `one_pairing.acceptance`): rounds without a draft do not
+    count, as in servers."""
+    drafted = [(of, accepted) for _, _, _, of, accepted, _ in rounds if of]
+    return len(drafted), int(sum(n for n, _ in drafted)), int(sum(n for _, n in drafted))
+
+
+def _positions(counted_there: dict[str, int], here: pd.DataFrame) -> pd.DataFrame:
+    rounds = [r for each in here["rounds"] for r in each if r[3]]
+    accepted = np.array([r[4] for r in rounds])
+    gamma = int(here["gamma"].max())
+    there = max(1, counted_there["drafts"])
+    return pd.DataFrame(
+        {"position": at, "server": counted_there[f"accepted_{at}"] / there,
+         "here": float((accepted >= at).mean()) if len(rounds) else 0.0}
+        for at in range(1, gamma + 1)
+    )  # fmt: skip

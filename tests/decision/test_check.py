@@ -1,0 +1,189 @@
+"""A server's text, acceptance and speed beside an exact reference: which fault shows where."""
+
+import json
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+
+import pytest
+
+import specexp
+from specexp.commands import app
+from specexp.decision.check import check
+from specexp.decision.server import Server
+from specexp.errors import UserError
+from specexp.measure.prompts import Prompt
+
+TEXTS = ["a b c a b c", "def mean(values):", "for x in range(3):\n", "import os\nimport"]
+PROMPTS = [Prompt(number, "own", (text,)) for number, text in enumerate(TEXTS)] * 5
+SHORT = PROMPTS[:4]
+TOKENS = 24
+NAMES = {"vllm": "vllm:spec_decode_num_{}_total{{engine=\"0\"{}}} {}",
+         "llamacpp": "llamacpp:spec_decode_num_{}_total{{{}}} {}"}  # fmt: skip
+
+
+class Fake(BaseHTTPRequestHandler):
+    """A server of either kind around a pairing. `fault` changes what one round reports or emits."""
+
+    def do_GET(self):
+        engine = self.server.fake
+        if self.path == "/v1/models":
+            return self.say(json.dumps({"data": [{"id": "target-10m"}]}))
+        lines = ["# HELP vllm:spec_decode_num_drafts_total Number of drafts", "other:x_total 1"]
+        for name, count in engine["counts"].items():
+            at = f'{"," * (engine["kind"] == "vllm")}position="{name[-1]}"' * name[-1].isdigit()
+            name = name.rstrip("0123456789_")
+            lines.append(NAMES[engine["kind"]].format(name, at, float(count)))
+        lines += [f"{engine['kind']}:spec_decode_num_drafts_created 1.7e9", f"{engine['kind']}:x 1"]
+        return self.say("\n".join(lines))
+
+    def do_POST(self):
+        body, engine = (
+            json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
+            self.server.fake,
+        )
+        vllm = self.path == "/v1/completions"
+        assert vllm == (engine["kind"] == "vllm")
+        assert body["temperature"] == 0
+        if engine.get("refuses"):
+            self.send_response(400)
+            self.end_headers()
+            self.wfile.write(b'{"error": "prompt too\n long"}')
+            return
+        out = engine["pairing"].engine.generate(
+            [body["prompt"]], body["max_tokens" if vllm else "n_predict"]
+        )
+        tokens, steps = iter(out.tokens[0]), out.trace.steps()
+        events = [list(islice(tokens, step.emitted)) for step in steps]
+        if engine.get("spoils"):
+            events[-1] = [events[-1][0] + 1, *events[-1][1:]]
+        eos = engine["pairing"].engine.eos
+        if engine.get("hides_eos"):
+            events = [[t for t in new if t not in eos] for new in events]
+        ended = out.tokens[0][-1] in eos
+        for step in steps:
+            accepted = min(step.accepted, engine.get("most", 99))
+            if step.drafted:
+                engine["counts"] += Counter(drafts=1, draft_tokens=step.drafted)
+                engine["counts"]["accepted_tokens"] += accepted
+                for at in range(accepted):
+                    engine["counts"][f"accepted_tokens_per_pos_{at}"] += 1
+        key = "token_ids" if vllm else "tokens"
+        parts = [{key: new} for new in events]
+        parts.append({key: [], "finish_reason": "stop" * ended, "stop_type": "eos" * ended})
+        parts = [{"choices": [part]} for part in parts] if vllm else parts
+        self.say("".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n")
+
+    def say(self, text):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def serving():
+    """Starts servers around pairings; returns their addresses."""
+    running = []
+
+    def start(pairing, kind="vllm", **fault):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
+        server.fake = {"pairing": pairing, "kind": kind, "counts": Counter(), **fault}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        running.append(server)
+        return f"127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def pairing():
+    return specexp.load("target-10m", drafter="ngram", gamma=4)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
+def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind):
+    plain = Server(serving(pairing.with_(drafter="plain"), kind))
+    found = check(Server(serving(pairing, kind)), pairing, SHORT, TOKENS, plain)
+    assert found.exactness.bugs == 0
+    assert found.same == 4
+    samples = found.samples
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert list(samples[name]) == list(samples[f"here_{name}"])
+    assert samples["drafts"].sum() > 4
+    assert list(found.positions["server"]) == list(found.positions["here"])
+    assert found.missing().value == 0
+    assert found.speedup().low < found.speedup().high
+    said = " ".join(found.lines())
+    assert "text: the target's in 4 of 4 prompts" in said
+    assert "no clear difference" in said
+    assert "speedup over the plain server: " in said
+
+
+def test_drafts_that_are_worse_than_here_show_in_the_acceptance_alone(serving, pairing):
+    found = check(Server(serving(pairing, most=1)), pairing, PROMPTS, TOKENS)
+    assert found.exactness.bugs == 0, "rejected drafts are repaired"
+    assert found.missing().high < 0
+    assert "certainly fewer: its drafts or its rule differ" in " ".join(found.lines())
+    assert found.positions["server"][1] == 0 < found.positions["here"][1]
+
+
+def test_another_text_is_found_and_where(serving, pairing):
+    found = check(Server(serving(pairing, spoils=True)), pairing, SHORT, TOKENS)
+    assert found.exactness.bugs == 4
+    assert "NOT the target's in 4, first in prompt 1 at token " in found.text()
+
+
+def test_an_end_that_the_server_leaves_out_is_no_difference(serving, pairing):
+    ids = pairing.encode(TEXTS)
+    ends = {tokens[9] for tokens in pairing.engine.generate(ids, TOKENS).tokens}
+    ending = pairing.with_()
+    ending.engine.eos = tuple(ends)
+    for hides in (False, True):
+        found = check(Server(serving(ending, hides_eos=hides)), ending, SHORT, TOKENS)
+        assert found.exactness.bugs == 0
+
+
+def test_a_server_that_does_not_draft_is_told_so(serving, pairing):
+    found = check(Server(serving(pairing.with_(drafter="plain"))), pairing, SHORT, TOKENS)
+    assert not found.drafts
+    assert "the server drafted nothing: is speculative decoding on?" in " ".join(found.lines())
+
+
+def test_bad_servers_are_one_line(serving, pairing):
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9 does not answer: .*is the server up"):
+        Server("127.0.0.1:9")
+    with pytest.raises(UserError, match=r"no counters of vLLM or llama.cpp .*--metrics"):
+        Server(serving(pairing, kind="sglang", counts=Counter()))
+    refusing = Server(serving(pairing, refuses=True))
+    with pytest.raises(UserError, match=r"answers 400 Bad Request: .*prompt too long"):
+        refusing.complete([1, 2], 4)
+    with pytest.raises(UserError, match="use temperature 0"):
+        check(refusing, pairing.with_(temperature=0.5), SHORT, TOKENS)
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+def test_the_command_prints_findings_and_fails_on_another_text(
+    serving, pairing, capsys, monkeypatch, tmp_path, spoils
+):
+    out = tmp_path / "prompts.csv"
+    words = ["check", serving(pairing, spoils=spoils), "--drafter", "ngram", "--gamma", "4",
+             "--limit", "3", "--max-new-tokens", "12", "--out", str(out)]  # fmt: skip
+    for more in ([], ["--json"]):
+        monkeypatch.setattr("sys.argv", ["specexp", *words, *more])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        assert ended.value.code == spoils
+        text = capsys.readouterr().out
+        if more:
+            assert json.loads(text)["exact/bugs"] == 3 * spoils
+        else:
+            assert ("NOT the target's in 3" if spoils else "the target's in 3 of 3") in text
+            assert "drafts with at least so many" in text
+    assert out.read_text().startswith("question_id,tokens,s,ttft_s,drafts,draft_tokens")
