@@ -1,7 +1,8 @@
-"""Puts a model's weights side by side in huge pages, on a CPU whose system has them.
+"""Moves a model's weights into huge pages of memory, on a CPU whose system has them.
 
-Every pass reads every weight and needs the address of every page: ten thousand pages of 4 KiB in a
-small model, or twenty of 2 MiB.
+Every pass reads every weight, and for that the processor looks up the address of every page: ten
+thousand pages of 4 KiB in a small model, but only twenty of 2 MiB. Where the system grants no huge
+pages, the weights lie side by side in ordinary ones.
 """
 
 import mmap
@@ -19,8 +20,9 @@ LINE = 64  # bytes of a cache line
 
 @kernel(load.place_weights, "cpu")
 def place_weights(module: Any) -> None:
-    """Move a module's parameters to huge pages, matrices first, otherwise in order. Quantised
-    weights stay where they are, and so does a module smaller than one page."""
+    """Move a module's parameters to huge pages: matrices first, then vectors, each in the module's
+    order. Quantised weights and those on other devices stay where they are, and so does everything
+    if the parameters together are smaller than one huge page."""
     plain = (p for p in module.parameters() if p.device.type == "cpu" and not int8.is_quantised(p))
     weights = sorted(plain, key=lambda p: p.dim() < 2)
     size = sum(_padded(p) for p in weights)
