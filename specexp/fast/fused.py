@@ -1,12 +1,15 @@
 """Fused passes of Llama-like models: the same weights, fewer operations.
 
-q, k and v are one product, gate and up another; q and k are rotated together; queries that share a
-key head are stacked, so that no key is copied. The module itself still works: its parameters become
-views of the joined matrices. A network of another family, or one whose fused logits differ from its
-module's on a probe, is run by transformers (lm.Unfused).
+A pass over a few tokens consists of many short operations, and starting one takes time whatever its
+size. Here the products for q, k and v are one product, as are those for gate and up; q and k are
+rotated together; and queries that share a key head are stacked, so that no key is copied. The
+module itself still works: its parameters become views of the joined matrices. Only the families
+below are fused, and only if all their layers have the same window. A module of another family, or
+one whose fused logits differ from its own on a probe, is run by transformers (`lm.Unfused`), after
+a warning that says why.
 
-The operations marked @op here are the references of kernels: Triton's in gpu/; on a CPU a whole
-pass is compiled instead (cpu/passes.cpp). Where keys and values go is up to the cache.
+The operations marked @op are the references of Triton's kernels in gpu/. On a CPU a whole pass is
+compiled instead (cpu/passes.cpp). The cache decides where keys and values are written.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 
 class Norm:
-    """RMS norm (Zhang & Sennrich 2019)."""
+    """RMS norm (Zhang & Sennrich 2019) of x [..., E], by the weight and epsilon of a module."""
 
     def __init__(self, module: Any) -> None:
         self.weight: Tensor = module.weight
@@ -50,8 +53,8 @@ class Norm:
 
 
 def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One matrix [sum of outputs, inputs] and bias whose rows are the parts', which become views of
-    it, so that no weight is stored twice."""
+    """One matrix [sum of outputs, inputs] and one bias, or None, which hold the rows of all parts
+    in order. The parts' parameters become views of them, so that no weight is stored twice."""
     return _side_by_side([p.weight for p in parts]), (
         None if parts[0].bias is None else _side_by_side([p.bias for p in parts])
     )
@@ -80,9 +83,9 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
 class AttentionInfo:
     """What attention needs to know of a pass over tokens [B, n], in layers of one kind.
 
-    visible: which slots each token sees, windows aside; None: its own and all before it. positions
-    [B, n]. masks: those that were made, by the number of query heads of a key head and of tokens;
-    lasts: what `of_last` has returned.
+    visible: which slots each token sees before the layers' window narrows them; None: its own slot
+    and all before it. positions: [B, n]. masks: the masks made so far, by the number of query heads
+    that share a key head and the number of tokens. lasts: what `of_last` has returned, by n.
     """
 
     cache: SlotCache
@@ -94,23 +97,24 @@ class AttentionInfo:
 
     @property
     def slots(self) -> Tensor:
-        """[B, n]: where each token's own key lies."""
+        """[B, n]: the slot of each token."""
         return self.cache.slots[:, 0, :, 0]
 
     @property
     def size(self) -> int:
-        """Places that these layers have."""
+        """How many places for keys each row of these layers has: all slots, or those of a ring."""
         return self.cache.sizes[self.kind.span]
 
     def of_last(self, n: int) -> tuple[Tensor, Tensor, Branches | None]:
-        """Slots, positions and `visible` of the last n tokens."""
+        """Slots [B, n], positions [B, n] and `visible` of each row's last n tokens."""
         if n not in self.lasts:
             seen = self.visible and replace(self.visible, ancestors=self.visible.ancestors[:, -n:])
             self.lasts[n] = self.slots[:, -n:], self.positions[:, -n:], seen
         return self.lasts[n]
 
     def mask(self, dtype: torch.dtype, group: int, n: int) -> Tensor:
-        """[B, 1, group * n, S] for `scaled_dot_product_attention`, of the last n tokens."""
+        """The additive mask [B, 1, group * n, S] of the last n tokens, repeated for the `group`
+        query heads that share a key head; as `scaled_dot_product_attention` takes it."""
         if (group, n) not in self.masks:
             mask = self.cache.mask(self.cache.near(self.visible, self.kind), dtype)[:, :, -n:]
             self.masks[group, n] = mask.repeat(1, 1, group, 1) if group > 1 else mask
@@ -119,7 +123,7 @@ class AttentionInfo:
 
 @op
 def add_norm(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """The residual x + y [rows, E], and `norm` of it."""
+    """The sum x + y [rows, E], and its `norm`; without a norm, the sum twice."""
     x = x + y
     return x, norm(x) if norm else x
 
@@ -128,20 +132,22 @@ def add_norm(x: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
 def product_add_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm` of x [rows, E] and of y [rows, depth] times weight [E, depth]."""
+    """`add_norm` of x [rows, E] and the product of y [rows, depth] and weight [E, depth], plus
+    bias [E]."""
     return add_norm(x, product(y, weight, bias), norm)
 
 
 @op
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU of the first half of x [rows, 2 * hidden], times the second half (Shazeer 2020)."""
+    """[rows, hidden]: SiLU of the first half of x [rows, 2 * hidden], times the second half
+    (SwiGLU: Shazeer 2020)."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
 @op
 def product_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`swiglu` of x [rows, E] times weight [2 * hidden, E]."""
+    """`swiglu` of the product of x [rows, E] and weight [2 * hidden, E], plus bias [2 * hidden]."""
     return swiglu(product(x, weight, bias))
 
 
@@ -149,10 +155,10 @@ def product_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def rotate_and_store(
     qkv: Tensor, layer: Layer, rotations: tuple[Tensor, Tensor], cache: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate the queries and keys in qkv [B * n, (H + 2K) d] by their positions (Su et al. 2021),
-    and write keys and values to the cache. rotations: their cosines and sines [B, 1, n, d], the
-    first half of the sines negated. Returns queries [B, H, n, d], and the layer's whole cache of
-    keys and of values, each [B, K, S, d]."""
+    """Rotate the queries and keys in qkv [B * n, (H + 2K) d] by their positions (RoPE: Su et al.
+    2021), after the layer's norms of heads if it has any, and write keys and values to the cache.
+    rotations: cosines and sines [B, 1, n, d], the first half of the sines negated. Returns queries
+    [B, H, n, d], and the layer's whole cache of keys and of values, each [B, K, S, d]."""
     (B, _, n, d), (cos, sin) = rotations[0].shape, rotations
     H, K = layer.heads, layer.keys
     qkv = qkv.reshape(B, n, H + 2 * K, d).transpose(1, 2)
@@ -171,12 +177,13 @@ def attention(
     cap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention [B * n, H * d] of queries [B, H, n, d], which are those of the last n tokens of a
-    pass, over keys and values [B, K, S, d]. cap: scores lie within -cap to cap, by a tangent
-    (Gemma 2); 0: anywhere. sinks [H]: the score of a key of each head whose value is 0 (gpt-oss).
+    pass, over keys and values [B, K, S, d]. scale: multiplies scores. cap: a hyperbolic tangent
+    keeps scores between -cap and cap (Gemma 2); 0: no bound. sinks [H]: for each head, the score of
+    one more key, whose value is 0 (gpt-oss).
     """
     B, H, n, d = q.shape
     group = H // keys.shape[1]
-    q = q.reshape(B, keys.shape[1], -1, d)  # the queries of a key head together: no key is copied
+    q = q.reshape(B, keys.shape[1], -1, d)  # queries that share a key head are stacked
     mask = info.mask(q.dtype, group, n)
     if cap or sinks is not None:
         score = scale * q @ keys.transpose(2, 3)
@@ -193,13 +200,14 @@ def attention(
 
 @op
 def by_length_up_to(head: Tensor) -> int:
-    """`lm.Network.by_length_up_to` of passes with weights like these: 0, for under a mask
-    `attention` reads all slots."""
+    """`lm.Network.by_length_up_to` of passes with an LM head like this: 0, because the reference of
+    `attention` reads all slots under a mask."""
     return 0
 
 
 class Layer:
-    """A decoder layer over the residual x [B * n, E]."""
+    """A decoder layer, called on the residual x [B * n, E]. Its weights are those of a transformers
+    layer: `qkv` [(H + 2K) d, inputs] and `up` (gate, then up) [2 * hidden, E] are joined."""
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
@@ -220,7 +228,8 @@ class Layer:
         self, x: Tensor, read: Tensor, info: AttentionInfo, rotations: tuple[Tensor, Tensor],
         cache: Any, then: Norm | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """read: x after this layer's first norm. Returns the new x, and x after the norm `then`."""
+        """read: x after this layer's first norm. then: the norm that reads its output, that of the
+        next layer or the last one. Returns the new x, and `then` of it, both [B * n, E]."""
         qkv = product(read, self.qkv, self.qkv_bias)
         q, keys, values = rotate_and_store(qkv, self, rotations, cache)
         heads = attention(q, keys, values, info, self.scale)
@@ -230,12 +239,13 @@ class Layer:
 
 
 class Fused:
-    """A whole network (`lm.Network`) over tokens [B, n], over hidden states in place of embeddings,
-    or, as EAGLE-3's layer, over both.
+    """A whole network (`lm.Network`). It reads tokens [B, n], or hidden states in place of their
+    embeddings, or, as the layer of EAGLE-3, both.
 
-    beside: norms of embeddings and of states; the first attention reads the two normed and
-    concatenated. adds: the residual starts from the normed state. ids [V']: the tokens that the
-    rows of `head` stand for, among `vocab` tokens; None: all of them in order.
+    beside: the norms of embeddings and of states, if it reads both: the first attention reads the
+    two normed and concatenated. adds: the residual then starts from the normed state, not from the
+    state itself. ids [V']: the token that each row of `head` stands for, among `vocab` tokens; all
+    others get -inf. None: the rows are all tokens in order.
     """
 
     parts = ()
@@ -247,7 +257,7 @@ class Fused:
     ) -> None:  # fmt: skip
         self.layers = [Layer(layer) for layer in layers]
         self.embed, self.rotary = embed, rotary
-        self.frequencies: Tensor = rotary.original_inv_freq  # the only ones within the context
+        self.frequencies: Tensor = rotary.original_inv_freq  # others apply past the context only
         self.norm, self.head = norm and Norm(norm), head
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
@@ -257,8 +267,8 @@ class Fused:
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `lm.Network`. inputs: optionally the states x [B * n, E]. Tap -1: the input of the
-        last norm."""
+        """See `lm.Network`. inputs: the hidden states x [B * n, E], if it reads any. The tap -1 is
+        what the last norm reads."""
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
         info = AttentionInfo(cache, visible, positions, cache.kinds[0])
@@ -267,7 +277,7 @@ class Fused:
         norms = [*(layer.before for layer in self.layers[1:]), self.norm]
         each = zip(self.layers, norms, cache.layers, strict=False)
         for t, (layer, then, slots) in enumerate(each, 1):
-            # an early exit has fewer layers than the cache
+            # a network that exits early has fewer layers than the cache
             x, read = layer(x, read, info, rotations, slots, then)
             states |= {t: x} if t in taps else {}
         states[-1] = x
@@ -280,7 +290,7 @@ class Fused:
         return logits if self.ids is None else among_all(logits, self.ids, self.vocab), hidden
 
     def _begin(self, tokens: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The residual that the first layer gets, and what its attention reads."""
+        """The residual that the first layer adds to, and what its attention reads."""
         if x is None or self.beside is None:
             x = F.embedding(tokens.clamp(min=0), self.embed) if x is None else x
             first = self.layers[0].before
@@ -290,7 +300,7 @@ class Fused:
         return normed if self.adds else x, torch.cat([self.beside[0](embedded), normed], -1)
 
     def _rotations(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of `rotate_and_store`, in the dtype of x."""
+        """The cosines and sines that `rotate_and_store` takes, in the dtype of x."""
         angles = positions[..., None] * self.frequencies
         scale = self.rotary.attention_scaling
         cos, sin = ((part * scale).to(x.dtype) for part in (angles.cos(), angles.sin()))
@@ -299,8 +309,9 @@ class Fused:
 
 @kernel(lm.network, "cpu")
 def network(module: Any, name: str, vocab: int) -> Network:
-    """The module's fused passes, compiled if they can be; none after a warning that says why. All
-    LMs of one module and vocabulary share them."""
+    """The module's fused passes, compiled if they can be, with logits of the first `vocab` tokens.
+    NotImplemented for what is no transformers model and, after a warning that says why, for a
+    module that cannot be fused. All LMs of one module and vocabulary share the passes."""
     if not isinstance(module, transformers.PreTrainedModel):
         return NotImplemented
     networks = _FUSED.setdefault(module, {})
@@ -312,12 +323,12 @@ def network(module: Any, name: str, vocab: int) -> Network:
 
 
 _FUSED: WeakKeyDictionary[Any, dict[tuple[int, bool], Fused | Native | None]] = WeakKeyDictionary()
-# Relative difference of logits that rounding alone explains, through many layers.
+# The relative difference of logits that rounding alone may cause through many layers.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 
 
 def warn(name: str, net: object, why: str) -> None:
-    """Log why a module is run by `net` (None: by transformers) and by nothing faster."""
+    """Log `why` the module `name` is run by `net` (None: by transformers) and by nothing faster."""
     if why:
         how = "in torch's operations, uncompiled" if net else "without passes of our own"
         log.warning("%s: run %s, because %s", name, how, why)
@@ -344,21 +355,21 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
             ids=ids, vocab=vocab,
         )  # fmt: skip
         wanted = module(input_ids=tokens, use_cache=False).logits[..., :vocab]
-    except Exception as e:  # what calls itself by a family's name may be anything
+    except Exception as e:  # a class with a family's name may do anything
         return None, failure(e)
-    if wanted.isnan().any():  # which load.py refuses in a line of its own
+    if wanted.isnan().any():  # load.py refuses such a module, and says so
         return None, ""
     return fastest_agreeing(implementations(fused), kinds, tokens, wanted)
 
 
 def probe(module: Any) -> Tensor:
-    """Tokens [1, 8] on which implementations are compared."""
+    """The tokens [1, 8] on which implementations are compared."""
     return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
 
 
 def whole_sequence(kinds: Sequence[Any] | int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
-    """Positions [1, n] of a sequence of tokens [1, n], and a cache of layers of these kinds, aimed
-    at its n slots."""
+    """Positions [1, n] of tokens [1, n], and a cache with layers of these kinds (a number: so many
+    layers that read every slot) that is aimed at slots 0..n-1."""
     n = tokens.shape[1]
     at, cache = torch.arange(n, device=tokens.device)[None], SlotCache(kinds, 1, n)
     cache.aim(slice(0, 1), at, n)
@@ -366,7 +377,7 @@ def whole_sequence(kinds: Sequence[Any] | int, tokens: Tensor) -> tuple[Tensor, 
 
 
 def implementations(fused: Fused) -> Iterator[Fused | Native]:
-    """Implementations of a network, each faster than the one before."""
+    """Implementations of a network, each faster than the one before: uncompiled, then compiled."""
     yield fused
     if compiled := passes.of(fused):
         yield compiled
@@ -379,8 +390,10 @@ def fastest_agreeing(
     reference: Tensor,
     **inputs: Tensor,
 ) -> tuple[Net | None, str]:
-    """The last of these networks such that it and all before it give the `reference` logits of
-    tokens [1, n], or None; and why the next one was not taken, if there is one."""
+    """The fastest of `nets`, which are in order of speed: the last one before the first whose
+    logits of tokens [1, n] are not the `reference` [1, n, V], up to rounding; None if already the
+    first one's are not. And in words, why the next one was not taken, or an empty string. `inputs`:
+    passed to the networks. Raises what says that memory ran out."""
     best: Net | None = None
     for net in nets:
         try:
@@ -396,8 +409,8 @@ def fastest_agreeing(
 
 
 def failure(e: Exception) -> str:
-    """What a network raised, in words. If memory ran out, which is no fault of the network's, it is
-    raised again."""
+    """What a network raised, in words. An exception that says that memory ran out is raised again,
+    because the network is not at fault."""
     if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
         raise e
     return f"it fails with {type(e).__name__}: {first_line(e)}"
@@ -410,7 +423,7 @@ def _difference(
     reference: Tensor,
     inputs: dict[str, Tensor],
 ) -> float:
-    """The relative difference from the reference logits, where those are finite."""
+    """The relative difference of a network's logits from the reference, where that is finite."""
     at, cache = whole_sequence(kinds, tokens)
     logits, _ = net(tokens, at, None, cache, (), None, **inputs)
     finite = reference.isfinite()
