@@ -1,8 +1,10 @@
 """Fused passes of an EAGLE layer: what fused.py and cpu/ do for whole networks.
 
-The layer, its norm and its head are run as a network of one layer over the target's states, with
-embeddings beside them. If that does not apply, or its logits differ from the module's on a probe,
-the module is run as it is.
+Run by its own module, every pass of the layer is many short operations. Here the layer, its norm
+and its head become a `Fused` network of one layer. That network reads hidden states in which
+embeddings are already mixed (EAGLE-1: Li et al. 2024, section 3), or states and embeddings
+(EAGLE-3: Li et al. 2025, section 3.1). If no such network can be built, or its logits differ from
+the module's on a probe, a warning says why and the module runs unchanged.
 """
 
 import torch
@@ -20,8 +22,9 @@ from specexp.tree import Branches
 
 
 class FusedEagle:
-    """An EAGLE layer as a `heads.Network`: `net` runs the layer of `eagle`. Its only tap is the
-    features it makes."""
+    """A `heads.Network` in which `net` runs the layer of `eagle`. Any tap that is asked for gives
+    the layer's new features. `tap`: the number by which `net` knows them: 1 after the last norm,
+    -1 before it."""
 
     parts = ()
 
@@ -33,7 +36,8 @@ class FusedEagle:
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `lm.Network` and `heads.Eagle`."""
+        """A pass over tokens [B, n] and the input `features` [B, n, E]; see `lm.Network` and
+        `heads.Eagle`."""
         x = inputs["features"].flatten(0, 1)
         if not self.eagle.shape.fused:
             embedded = self.eagle.borrowed[0](tokens.clamp(min=0)).flatten(0, 1).to(x.dtype)
@@ -44,7 +48,8 @@ class FusedEagle:
 
 @kernel(heads.network, "cpu", "cuda")
 def network(eagle: Eagle, name: str, vocab: int) -> Network:
-    """The layer's fused passes, compiled if they can be; none after a warning that says why."""
+    """The layer's fused passes, compiled if they can be, with logits of the first `vocab` tokens.
+    NotImplemented, after a warning that says why, if the module has to run as it is."""
     net, why = _fuse(eagle, vocab)
     fused.warn(name, net, why)
     return net or NotImplemented
@@ -70,12 +75,13 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
 
 
 def _eagle1(eagle: Eagle, vocab: int) -> Fused:
-    """A layer over states in which embeddings are already mixed, with the target's head."""
+    """EAGLE-1's layer over states [B * n, E] that contain the embeddings; the target's LM head."""
     return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight[:vocab])
 
 
 def _eagle3(eagle: Eagle, vocab: int) -> Fused:
-    """A layer over states and embeddings, with a head of its own over part of the vocabulary."""
+    """EAGLE-3's layer over states [B * n, E] and embeddings. Its own LM head has logits of the
+    tokens `draft_ids` alone; those from `vocab` on are left out."""
     layer, ids, head = eagle.midlayer, eagle.draft_ids, eagle.lm_head.weight
     every = torch.equal(ids, torch.arange(eagle.config.vocab_size, device=eagle.device))
     if every:
