@@ -1,10 +1,12 @@
 """Rounds that are recorded once and then replayed: what CUDA graphs and replays on a CPU share.
 
-A recorded function may only read and write memory at fixed addresses: no value reaches the host,
-every shape is known beforehand, and lasting state is changed in place. No generator state is
-recorded: noise is a function of rows and lengths (sampling.py), which are in that memory too. The
-first calls of a function are warm-ups, launched one operation at a time, so that libraries allocate
-what they need before the recording.
+Run operation by operation, a round of a small model spends much of its time in Python. A replay
+does without Python, if the recorded function keeps to three conditions: no value reaches the host,
+every shape is known beforehand, and lasting state is changed in place, so that all memory stays
+where it is. Random numbers need no recorded state: noise is a function of rows and lengths
+(sampling.py), which are in that memory too. The first calls of a function are warm-ups, run
+operation by operation, so that libraries allocate what they need before the recording. A function
+that cannot be recorded keeps running that way.
 """
 
 from __future__ import annotations
@@ -34,30 +36,32 @@ MAX_RECORDINGS = 64  # recordings kept; the least recently used is dropped first
 
 
 class Refused(Exception):
-    """A function cannot be recorded and has not run; the message says why, in one line."""
+    """A function cannot be recorded, and its work is still to be done; the message, one line, says
+    why."""
 
 
 @dataclass
 class Replay:
-    """The recording of a function of tensors. It owns none of the memory it uses."""
+    """The recording of a function of tensors."""
 
-    calls: int = 0  # before it was recorded
-    run: Callable[[], Any] | None = None  # replays it; None while it is not recorded
-    refused: bool = False  # it cannot be recorded
+    calls: int = 0  # of the function, before it was recorded
+    run: Callable[[], Any] | None = None  # replays the function; None: it is not recorded
+    refused: bool = False  # the function cannot be recorded
     inputs: tuple[Tensor, ...] = ()  # where a replay reads its inputs
-    held: tuple[Tensor | None, ...] = ()  # kept alive, for the caller may drop them
+    held: tuple[Tensor | None, ...] = ()  # used by a replay, and kept alive for it
     result: Any = None  # where a replay writes its result
 
 
 class Recordings(Recorder):
-    """The recordings of one engine, each under its kind (a stage) and a key: all it depends on.
-    whose: what they are of, in words."""
+    """A recorder that replays. Its recordings are found by their kind, which is the stage of a
+    round, and a key, which holds all that the recorded function depends on. whose: the owner's name
+    in warnings."""
 
     def __init__(self, tape: CpuTape | CudaTape, whose: str = "this engine") -> None:
         self.tape, self.warm, self.ahead, self.whose = tape, tape.warm, tape.ahead, whose
         self.replays: dict[tuple[Hashable, Hashable], Replay] = {}
-        self.latest: tuple[Any, Replay] = None, Replay()  # its kind and key, and it
-        self.refused = False  # a recording failed, and none is tried again
+        self.latest: tuple[Any, Replay] = None, Replay()  # the last used: its kind and key, and it
+        self.refused = False  # a recording failed, so no other is tried
 
     def start(
         self, engine: Engine, seqs: Sequences, tree: Tree, hold: int
@@ -76,13 +80,13 @@ class Recordings(Recorder):
 
     @torch.inference_mode()
     def run_stage(self, engine: Engine, stage: str, run: Callable[..., T], *args: Any) -> T:
-        """See `Recorder.run_stage`. Recorded are the draft, unless its drafter needs the host, and
-        the target's pass."""
+        """See `Recorder.run_stage`. The stages recorded are the draft, unless its drafter needs the
+        host, and the target's pass."""
         if stage == "draft" and not engine.drafter.on_host:
             seqs, tree = args
             key = _key(engine, seqs, tree)
             draft: Any = self.run(stage, key, lambda: run(seqs, tree), held=memory_of(seqs))
-            return cast(T, replace(draft))  # without what was cached of an earlier round's
+            return cast(T, replace(draft))  # a new object: the old one has cached an earlier `keys`
         if stage == "verify":
             seqs, draft = args
 
@@ -99,11 +103,12 @@ class Recordings(Recorder):
         self, kind: Hashable, key: Hashable, fn: Callable[..., T], *inputs: Tensor,
         held: tuple[Tensor | None, ...] = (),
     ) -> T:  # fmt: skip
-        """fn(*inputs), replayed if it is recorded. Read the result before the next run of the same
-        `kind`.
+        """The result of fn(*inputs), by a replay if there is one. Read it before the next run of
+        the same `kind`.
 
-        Functions with equal keys must do the same in the same memory, for `inputs` of the same
-        shapes. `held`: tensors they use that must outlive the caller.
+        Functions with equal kinds and keys must do the same in the same memory, for `inputs` of the
+        same shapes. `held`: tensors that they use and that the caller may drop. A function whose
+        recording is refused runs as it is; the first refusal is a warning.
         """
         replay = self._replay((kind, key))
         self.steady = replay.run is not None or self.refused or replay.refused
@@ -131,8 +136,8 @@ class Recordings(Recorder):
         return result
 
     def _replay(self, name: tuple[Hashable, Hashable]) -> Replay:
-        """The replay of this kind and key, from now on the most recently used. `latest` is there
-        because comparing a key is faster than hashing it."""
+        """The replay of this kind and key, which becomes the most recently used one. `latest` is
+        compared first because comparing a key is faster than hashing it."""
         if name != self.latest[0]:
             replay = self.replays.pop(name, None) or Replay()
             self.replays[name] = replay
@@ -147,7 +152,8 @@ class Recordings(Recorder):
 
 
 def _key(engine: Engine, seqs: Sequences, of: Hashable) -> Hashable:
-    """All that a stage of a round depends on besides its inputs: `of`, settings, and memory."""
+    """The key of a stage of a round: all that it depends on besides its inputs, which is `of`,
+    settings and the memory it uses."""
     parts = engine.target, engine.drafter, engine.rule, engine.sampling, engine.rng
     caches = ((lm.net, lm.cache and lm.cache.mark) for lm in engine.models)
     return of, seqs.address, torch.get_num_threads(), *parts, engine.drafter.shaped_by, *caches
@@ -159,8 +165,8 @@ def memory_of(seqs: Sequences) -> tuple[Tensor | None, ...]:
 
 
 def _fetch(x: Tensor) -> Callable[[], Any]:
-    """Start copying integers to the host, before a later replay overwrites them. The returned
-    function waits for the copy and gives it as nested lists."""
+    """Start copying integers to the host, before a later replay overwrites them. Returns a function
+    that waits for the copy and returns it as nested lists."""
     if not x.is_cuda:
         rows = x.tolist()
         return lambda: rows
