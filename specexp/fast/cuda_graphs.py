@@ -1,4 +1,10 @@
-"""CUDA graphs: functions captured once on a stream and replayed whole. Only this file uses them."""
+"""CUDA graphs for rounds and prefill: captured once, then replayed whole. Only this file uses them.
+
+The kernels of a pass are short, and the host may take longer to launch them than the GPU to run
+them; a graph is launched as one. What a captured function must keep to is said in recordings.py. If
+a capture fails, a warning says why, and the function runs operation by operation from then on.
+SPECEXP_GRAPHS=off turns graphs off.
+"""
 
 import os
 from collections.abc import Callable, Hashable
@@ -22,16 +28,18 @@ T = TypeVar("T")
 
 
 class CudaTape:
-    """Records functions of one device as CUDA graphs, on a stream of its own; see `CpuTape`. Graphs
-    of one kind share a memory pool."""
+    """Records functions of one device as CUDA graphs, on a stream of its own. Its methods are those
+    of `CpuTape`. Graphs of one kind share a memory pool, so replaying one may overwrite the result
+    of another."""
 
     warm, ahead = 3, 1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        # The last graph of each kind. A pool without a graph cannot be captured into again while a
-        # tensor is still in it, so a pool is shared only with a graph that is alive.
+        # The last graph of each kind, whose pool the next one shares. Once all graphs of a pool are
+        # gone, nothing can be captured into it while a tensor is still in it. So the references
+        # are weak: a pool is shared only while such a graph is alive.
         self.latest: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
         self.failed: list[Any] = []
 
@@ -49,7 +57,7 @@ class CudaTape:
             before = None if kind is None else self.latest.get(kind)
             pool = before.pool() if before else torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # a failed capture leaves its stream current: the outer context restores ours
+            # A failed capture leaves its own stream current; the outer context restores this one.
             try:
                 with (
                     torch.cuda.stream(torch.cuda.current_stream()),
@@ -57,8 +65,10 @@ class CudaTape:
                 ):
                     result = fn()
             except RuntimeError as e:
-                self.latest.pop(kind, None)  # before torch 2.12 its pool stays under capture
-                self.failed.append(graph)  # and every later allocation asks this graph about it
+                # Before torch 2.12 the pool of a failed capture stays marked as under capture, and
+                # every later allocation asks this graph about it: keep the graph, leave the pool.
+                self.latest.pop(kind, None)
+                self.failed.append(graph)
                 raise Refused(first_line(e.__context__ or e)) from e
             if kind is not None:
                 self.latest[kind] = graph
@@ -69,11 +79,11 @@ class CudaTape:
         return []
 
 
-_tape = cache(CudaTape)  # of a device
+_tape = cache(CudaTape)  # one for each device
 
 
 def on(device: torch.device) -> Recordings | None:
-    """New CUDA graphs for one owner; None on a CPU, or with SPECEXP_GRAPHS=off."""
+    """A new recorder by CUDA graphs; None on a CPU, or with SPECEXP_GRAPHS=off."""
     if device.type != "cuda" or os.environ.get("SPECEXP_GRAPHS") == "off":
         return None
     return Recordings(_tape(device))
@@ -81,12 +91,13 @@ def on(device: torch.device) -> Recordings | None:
 
 @kernel(recorder_for, "cuda")
 def graphs_for(target: LM) -> Recorder:
-    """CUDA graphs, unless SPECEXP_GRAPHS is off."""
+    """The recorder of an engine with a target on a GPU: CUDA graphs, unless SPECEXP_GRAPHS=off."""
     return on(target.device) or NotImplemented
 
 
-# A pass is captured while its launches may take the host longer than it takes the device: up to
-# so many multiplications, and so many tokens, which keep what a capture holds small.
+# A prefill pass is captured only where launching it may take the host longer than running it takes
+# the GPU: up to WORK multiplications (tokens times parameters). At most MOST tokens keep the memory
+# of a capture small.
 WORK, MOST = 1 << 42, 8192
 _fills: WeakKeyDictionary[SlotCache, Recordings] = WeakKeyDictionary()
 _refused: WeakSet[Any] = WeakSet()  # modules whose passes cannot be captured
@@ -96,8 +107,11 @@ _refused: WeakSet[Any] = WeakSet()  # modules whose passes cannot be captured
 def replayed_fill(
     lm: LM, seqs: Sequences, span: range, from_root: bool, taps: tuple[int, ...] = ()
 ) -> Tensor | None:
-    """Prefill, captured: its passes are padded on the right to a few sizes. Not in every row of a
-    server, which are many, but in the last (`EngineRows.desk`)."""
+    """`fill` by a CUDA graph: the tapped hidden states [B, len(span), taps*E], or None. Passes are
+    padded on the right to one of a few sizes, so that few graphs are captured. Refused are large
+    passes, models with states, and windows of rows that begin in the midst of a batch: a server has
+    many rows, each would need graphs of its own, and it reads prompts in its last row instead
+    (`EngineRows.desk`)."""
     B, n = len(seqs.tokens), padded(len(span))
     assert lm.cache is not None
     one_of_many = 0 < seqs.first < lm.cache.batch - 1
@@ -121,12 +135,13 @@ def replayed_fill(
 
 
 def padded(tokens: int) -> int:
-    """Tokens of the pass in which so many are read: 16, 32, 64, 128, 192, 256, ..."""
+    """The size of the pass that reads this many tokens: 16, 32, 64, 128, 192, 256, ..."""
     return max(16, 1 << (tokens - 1).bit_length()) if tokens <= 64 else -(-tokens // 64) * 64
 
 
 def capture(fn: Callable[[], T], device: torch.device) -> Callable[[], T]:
-    """`fn` itself on a CPU; on CUDA, after a few calls, its replay: read the result before the next
-    call. `fn` must do the same in the same memory every time."""
+    """On a CPU, `fn` itself. On a GPU, a function that calls `fn` a few times, then captures it and
+    replays it from then on; read its result before the next call. `fn` must do the same in the same
+    memory every time."""
     graphs = on(device)
     return fn if graphs is None else lambda: graphs.run(None, None, fn)
