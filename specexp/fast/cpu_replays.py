@@ -1,10 +1,10 @@
 """Rounds on a CPU without Python: the operations of one round are recorded and replayed.
 
 A round of a small model is some hundred operations of a few microseconds, and Python takes as long
-between them. As in a CUDA graph, they run again in order at the same addresses: consecutive
-compiled calls (cpu/) in one call, torch's operations one by one, and those whose result cannot
-change not at all. A round that reads a value on the host, or whose shapes depend on values, is not
-replayed.
+between them. As in a CUDA graph, they run again in the same order at the same addresses:
+consecutive compiled calls (cpu/) as one call of C++, and torch's operations one by one. Operations
+whose result cannot change are left out. A recording that meets an operation which brings a value to
+the host, or whose shapes depend on values, is discarded: the round stays as it is.
 """
 
 import os
@@ -30,8 +30,8 @@ from specexp.recording import Recorder, Reports, reaches_host, recorder_for
 T = TypeVar("T")
 
 OUT_OF_RANGE = "a token or a slot is out of range"
-MAX_CALL_S = 0.05  # in one call, during which Python handles no interrupt
-MAX_BYTES = 32 << 20  # of results per replay; in larger rounds Python's own time does not matter
+MAX_CALL_S = 0.05  # seconds that one call replays rounds; Python handles no interrupt meanwhile
+MAX_BYTES = 32 << 20  # of results in one recording; in larger rounds Python's time does not matter
 
 
 class Operation(NamedTuple):
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
 
     @property
     def writes(self) -> set[int]:
-        """The memory it changes in place."""
+        """The addresses of the memory that it changes in place."""
         if not self.func._schema.is_mutable:
             return set()
         schema = self.func._schema.arguments
@@ -63,11 +63,11 @@ class Operation(NamedTuple):
 
     @property
     def uninitialised(self) -> bool:
-        """Whether its result is memory that nothing has written yet."""
+        """Whether its result is new memory that it leaves uninitialised."""
         return self.func.overloadpacket.__name__.removeprefix("new_").startswith("empty")
 
     def replay(self) -> Callable[[], Any]:
-        """A call that runs it again and writes into the same result."""
+        """A function that runs it again and writes the result where the first one is."""
         func, args, kwargs, results = self.func, self.args, self.kwargs, [*_tensors(self.result)]
         if self.writes and self.writes >= _memory(results):
             return partial(func, *args, **kwargs)
@@ -80,8 +80,8 @@ class Operation(NamedTuple):
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
-    """The tensors in an operation's arguments or result. Nested lists are enough; torch's
-    `tree_leaves`, which knows more, would take most of the time of a recording."""
+    """The tensors in an operation's arguments or result, which may be nested in tuples, lists and
+    dicts. torch's own `tree_leaves` would take most of the time of a recording."""
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (tuple, list, dict)):
@@ -90,7 +90,7 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 
 def _memory(x: Any) -> set[int]:
-    """The addresses of the memory of its tensors."""
+    """The addresses of the storages of the tensors in x."""
     return {tensor.untyped_storage().data_ptr() for tensor in _tensors(x)}
 
 
@@ -98,7 +98,8 @@ Step: TypeAlias = build.CompiledCall | Operation
 
 
 class Recording(TorchDispatchMode):
-    """Records the operations that run, and whether they can be replayed."""
+    """Records the torch operations that run while it is active. `steps`: all but views; `whole`:
+    nothing so far rules out a replay; `memory`: bytes of results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if reaches_host(func, args) or torch.Tag.inplace_view in func.tags:
             self.not_replayable(func)
-        with self:  # composite operations are recorded as their parts
+        with self:  # the parts of a composite operation are recorded in its place
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -123,13 +124,13 @@ class Recording(TorchDispatchMode):
         return result
 
     def not_replayable(self, func: Any) -> None:
-        """Called for an operation that cannot be replayed."""
+        """Note that this operation rules out a replay."""
         self.whole = False
 
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    """Records what runs meanwhile in this thread: torch's operations and compiled calls."""
+    """Records what this thread runs in the block: torch's operations and compiled calls."""
     recorded = Recording()
     before, build.this_thread.calls = build.this_thread.calls, recorded.steps
     try:
@@ -140,7 +141,8 @@ def recording() -> Iterator[Recording]:
 
 
 class _CompiledReplay:
-    """Runs compiled calls again, all in one call of C++. Keeps their arguments alive."""
+    """Runs compiled calls again, all in one call of C++, and keeps their arguments alive. Raises
+    IndexError if one of them finds a token or a slot out of range."""
 
     def __init__(self, calls: Sequence[build.CompiledCall]) -> None:
         code = build.library()
@@ -170,7 +172,7 @@ class _CompiledReplay:
 
 
 def replay_of(steps: Sequence[Step]) -> Callable[[], Any] | None:
-    """A function that runs these steps again; None if there is nothing to run."""
+    """A function that runs these steps again, in order; None if no result of theirs can change."""
     todo: list[Callable[[], Any]] = []
     for operation, together in groupby(changing(steps), lambda step: isinstance(step, Operation)):
         part: list[Any] = list(together)
@@ -187,9 +189,10 @@ def replay_of(steps: Sequence[Step]) -> Callable[[], Any] | None:
 
 
 def changing(steps: Sequence[Step]) -> Iterator[Step]:
-    """The steps whose result can change. Dropped are those that read nothing, or only results of
-    dropped steps, and whose result nothing writes to. (Compiled code writes only into uninitialised
-    results and into memory that outlasts a round.)"""
+    """The steps whose result can change. A step is dropped if it only makes uninitialised memory,
+    or if it reads nothing but results of dropped steps, draws no random numbers, and no step
+    changes its result in place. (Compiled code writes only into uninitialised results and into
+    memory that outlasts a round.)"""
     written = set[int]().union(*(step.writes for step in steps if isinstance(step, Operation)))
     constant: set[int] = set()
     for step in steps:
@@ -206,15 +209,16 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
 
 @kernel(recorder_for, "cpu")
 def replays_for(target: LM) -> Recorder:
-    """Recordings, if the target's passes are compiled and SPECEXP_GRAPHS is not off."""
+    """The recorder of an engine on a CPU: one that replays, if the target's passes are compiled and
+    SPECEXP_GRAPHS is not `off`; else NotImplemented."""
     if os.environ.get("SPECEXP_GRAPHS") == "off" or not isinstance(target.net, Native):
         return NotImplemented
     return Recordings(CpuTape())
 
 
 class CpuTape:
-    """Records functions as lists of compiled calls and torch's operations. warm: calls before the
-    recording. ahead: further replays that may be running while the host reads a result."""
+    """Records functions as lists of compiled calls and torch's operations. `warm` and `ahead`: see
+    `Recorder`."""
 
     warm, ahead = 1, 0
 
@@ -225,13 +229,14 @@ class CpuTape:
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
         """Run `fn` once and record it. Returns its replay, or None if it can only be called again,
         and its result. A replay overwrites the result, and so may the replay or recording of any
-        other function of the same `kind` (None: of no kind). Raises Refused if nothing can be
-        recorded."""
+        other function of the same `kind` (None: of no kind). A tape may raise Refused; this one
+        does not."""
         with recording() as recorded:
             result = fn()
         return replay_of(recorded.steps) if recorded.whole else None, result
 
     def repeat(self, replay: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
-        """Replay a round up to `most` more times in one call, for at most MAX_CALL_S, if it is one
-        compiled call; `report` is where it writes its report. Stops early when a row ends."""
+        """Replay a round up to `most` more times in one call, which begins no round after
+        MAX_CALL_S and none once a row has ended. `report`: where the round writes its report.
+        Returns the reports; none if the replay is not one compiled call."""
         return replay.rounds(most, report) if most and isinstance(replay, _CompiledReplay) else []
