@@ -1,10 +1,12 @@
-"""Lighter passes of modules that have none of our own: the module's forward, in fewer launches.
+"""Lighter passes of modules that fused.py cannot run: their own `forward`, in fewer launches.
 
 On a GPU each operation takes two microseconds, whatever its size. transformers writes an RMS norm
 as eight of them and a rotation as ten, copies keys for every query head, and reads every slot of
-the cache under a mask. In the module's twin norms, rotations, gates and attention are operations
-with kernels instead, wherever on a probe they give what the module's own code gives. Attention then
-reads a row by its length, as in fused passes, and no mask is made.
+the cache under a mask. So norms, rotations, gates and attention of a copy of the module, its twin,
+are replaced by operations with kernels, each only if it gives on a probe what the module's own code
+gives. Attention then reads each row up to its length, and no mask is made. If the logits of the
+whole differ from the module's, the pass is tried with the library's attention and masks; if they
+still differ, the module runs as it is.
 """
 
 import inspect
@@ -30,22 +32,22 @@ from specexp.ops import op
 from specexp.tree import Branches
 
 MLP = {"gate_proj", "up_proj", "down_proj"}
-LARGE = 40.0  # a gate; published bounds are 7 to 10
-ROTATION, ATTENTION = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"  # of a module's library
+LARGE = 40.0  # of a gate on a probe; models that bound gates bound them at 7 to 10
+ROTATION, ATTENTION = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"  # names in a model's file
 
 
 @op
 def rms_norm(x: Tensor, norm: Any) -> Tensor:
-    """What an RMS norm of transformers (Zhang & Sennrich 2019) makes of x [..., E]. `norm.above`:
-    to what its weight is added, 0 or 1."""
+    """x [..., E] after an RMS norm of transformers (Zhang & Sennrich 2019). `norm.above`: what is
+    added to its weight, 0 or 1."""
     y: Tensor = type(norm).forward(norm, x)
     return y
 
 
 @op
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B, H, n, d] and k [B, K, n, d] rotated by cos and sin [B, n, d] (Su et al. 2021),
-    which may be float32 where those are not (OLMo 2)."""
+    """q [B, H, n, d] and k [B, K, n, d] rotated by cos and sin [B, n, d] (RoPE: Su et al. 2021).
+    cos and sin may be float32 where q and k are not, as in OLMo 2."""
     cos, sin = cos[:, None], sin[:, None]
     return _rotated(q, cos, sin).to(q.dtype), _rotated(k, cos, sin).to(k.dtype)
 
@@ -57,19 +59,20 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @op
 def gated(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
-    """SiLU of `gate` times `up`, alike in shape; `tanh`: GELU by its tangent (Shazeer 2020)."""
+    """SiLU of `gate` times `up`, of the same shape; with `tanh`, GELU in its approximation by a
+    hyperbolic tangent (GLU variants: Shazeer 2020)."""
     return (F.gelu(gate, approximate="tanh") if tanh else F.silu(gate)) * up
 
 
 def mlp(part: Any, x: Tensor, tanh: bool) -> Tensor:
-    """What a gated MLP of transformers makes of x [..., E]."""
+    """x [..., E] after a gated MLP of transformers, whose gate is that of `gated`."""
     down: Tensor = part.down_proj(gated(part.gate_proj(x), part.up_proj(x), tanh))
     return down
 
 
 def gates(part: Any) -> bool | None:
-    """`tanh` of `mlp`; None: the module is none, or does something else. It is tried on gates so
-    large that a bound on them shows."""
+    """The `tanh` with which `mlp` does what this module does; None if neither does, or it is no
+    gated MLP. The probe has gates so large that a bound on them shows."""
     if {name for name, _ in part.named_children()} - {"act_fn"} != MLP:
         return None
     try:
@@ -84,30 +87,32 @@ def gates(part: Any) -> bool | None:
         made, ours = part(x).double(), mlp(part, x, tanh).double()
         near = rounding(x.dtype) * made.norm()
         return tanh if bool((ours - made).norm() <= near) else None
-    except Exception:  # its weights are of another kind, say
+    except Exception:  # for example, its weights are of another kind
         return None
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """By how much of its size rounding alone may move what a norm or an MLP makes: far less than
-    another module would in 16 bits (0.5 units in the last place were seen), generously in 32."""
+    """The relative difference that rounding alone may cause in the output of a norm or an MLP. In
+    16 bits that is far less than another function would cause (half a unit in the last place was
+    seen); in 32 bits it is generous."""
     return max(4 * torch.finfo(dtype).eps, 1e-5)
 
 
 def above(norm: nn.Module) -> float | None:
-    """What is added to the weight of an RMS norm, 0 or 1; None: the module does something else."""
+    """`above` of `rms_norm`: what this module adds to its weight, 0 or 1; None: it is no RMS norm
+    that `rms_norm` could replace."""
     weights, eps = dict(norm.named_parameters()), epsilon(norm)
     if [*weights] != ["weight"] or weights["weight"].dim() != 1 or not isinstance(eps, float):
         return None
-    if len(inspect.signature(norm.forward).parameters) > 1:  # a gate, say
+    if len(inspect.signature(norm.forward).parameters) > 1:  # for example, x and a gate
         return None
     weight = weights["weight"].detach()
     sizes = torch.tensor([[1e-3], [0.1], [1.0], [30.0]]) * torch.linspace(0, 2, len(weight))
-    generator = torch.Generator().manual_seed(0)  # groups of x have other norms, its mean is not 0
+    generator = torch.Generator().manual_seed(0)  # a norm by groups, or of x - mean, must differ
     x = (sizes * (1 + torch.randn(sizes.shape, generator=generator))).to(weight)
     try:
         made = norm(x).double()
-    except Exception:  # it takes more than x, say
+    except Exception:  # for example, it needs more than x
         return None
     unit = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for added in (0.0, 1.0):
@@ -136,7 +141,8 @@ def rotates(function: Callable[..., Any]) -> bool:
 
 
 def in_place_of(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`rotate` in place of a library's function, where it is asked for nothing else."""
+    """A function that calls `rotate` where its arguments are those of `rotate`, else `own`, the
+    library's function that it replaces."""
 
     def apply(*given: Any, **more: Any) -> Any:
         widths = {x.shape[-1] for x in given[:3]}
@@ -147,9 +153,12 @@ def in_place_of(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Table:
-    """Stands in a twin for transformers' table of attention functions. `off`: those are used, under
-    masks. `infos`: of each layer, in a pass that makes no mask; `masked`: whether one had to be
-    made after all."""
+    """Replaces, in a twin, transformers' table of attention functions; `attention` runs instead.
+    `off`: the library's functions are used after all, under masks. `infos`: for each layer, what
+    `attention` needs to know of the pass that is running. `masked`: some pass had to make a mask,
+    because the reference of `attention` ran.
+
+    A call raises NotImplementedError if the layer gives it a bias or a choice of keys."""
 
     def __init__(self) -> None:
         self.infos: list[AttentionInfo] = []
@@ -175,7 +184,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Lighter(Unfused):
-    """A module some of whose operations are kernels; `table`: of its attention."""
+    """A module some of whose parts are replaced by operations. `table`: what runs its attention."""
 
     table: Table = field(default_factory=Table)
 
@@ -205,7 +214,7 @@ class Lighter(Unfused):
 
 
 def network(module: Any, name: str, vocab: int) -> Network:
-    """The module's lighter passes, if it has any that agree with it."""
+    """The module's lighter passes; NotImplemented if none agree with the module."""
     if not isinstance(module, PreTrainedModel):
         return NotImplemented
     if module not in _LIGHTER:
@@ -219,7 +228,7 @@ _LIGHTER: WeakKeyDictionary[Any, Lighter | None] = WeakKeyDictionary()
 
 @torch.inference_mode()
 def _lighter(module: Any, name: str, vocab: int) -> Lighter | None:
-    """Without masks if those passes agree with the module, else with them."""
+    """Passes without masks if these agree with the module, else with masks, else None."""
     whole = Unfused.of(module)
     net = Lighter(**vars(whole))
     changed = lighten(whole.module, net.table)
@@ -240,7 +249,8 @@ def _lighter(module: Any, name: str, vocab: int) -> Lighter | None:
 
 
 def lighten(whole: nn.Module, table: Table) -> list[Any]:
-    """Let norms, rotations, gates and attention of a twin be operations; returns what changed."""
+    """Replace norms, rotations, gates and attention of a twin by operations, and let `table` run
+    its attention. Returns the modules whose `forward` has changed."""
     changed: list[Any] = []
     for part in whole.modules():
         if "forward" in vars(part):
@@ -259,7 +269,7 @@ def lighten(whole: nn.Module, table: Table) -> list[Any]:
 
 
 def _in_place(part: nn.Module, table: Table) -> dict[str, Any]:
-    """What stands for names of its library in a module's forward."""
+    """What the names ROTATION and ATTENTION stand for in a module's `forward`, if it uses them."""
     forward: Any = inspect.unwrap(type(part).forward)
     used = getattr(getattr(forward, "__code__", None), "co_names", ())
     own: dict[str, Any] = {ATTENTION: table} if ATTENTION in used else {}
