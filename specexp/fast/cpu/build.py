@@ -1,8 +1,10 @@
-"""Compiled code for a CPU: C++ that is compiled once per machine, and how Python calls it.
+"""Compiles the C++ code for this CPU, once per machine, and calls it from Python.
 
+On a CPU each of torch's operations takes microseconds, which is much of a small model's round.
 passes.cpp runs a network over a few rows as one call (passes.py); rounds.cpp, chance.cpp and
-scans.cpp hold the kernels of operations (ops.py). Without a C++ compiler, or with
-SPECEXP_NATIVE=off, torch's operations do the same.
+scans.cpp hold the kernels of operations (ops.py). A compiled file is kept under a name that depends
+on its sources, the compiler, its flags and the processor. Without a C++ compiler, or if a file does
+not compile, one warning says why and torch's operations run instead, as with SPECEXP_NATIVE=off.
 """
 
 import hashlib
@@ -32,11 +34,11 @@ from specexp.fast.private import code_folder, private
 log = logging.getLogger("specexp")
 
 FOLDER = Path(__file__).parent
-# Every product that is added is a fused multiply-add: for some processors gcc would leave it out in
-# tight loops, and a token's sums would depend on the tokens beside it.
+# Every product that is added to a sum is a fused multiply-add. For some processors gcc would avoid
+# these in tight loops only, and a token's sums would depend on how many tokens share its pass.
 MULTIPLY_ADD = "-ffp-contract=fast", "--param=avoid-fma-max-bits=0"
 FLAGS = ("-std=c++17", "-O3", "-march=native", *MULTIPLY_ADD, "-fopenmp", "-shared", "-fPIC")
-LONGEST_S = 300  # for one file
+LONGEST_S = 300  # seconds that compiling one file may take
 FILES = ("passes", "rounds", "chance", "scans")
 WAITING = (
     f"compiling kernels for this CPU, once a machine: {len(FILES)} files of at most {LONGEST_S} s "
@@ -45,7 +47,8 @@ WAITING = (
 
 
 class ThisThread(threading.local):
-    """`calls`: a list to which this thread's calls of compiled functions are appended, or None."""
+    """`calls`: the list to which this thread's calls of compiled functions are appended; None: they
+    are not recorded."""
 
     calls: list[Any] | None = None
 
@@ -62,7 +65,9 @@ class CompiledCall(NamedTuple):
 
 
 class Function:
-    """A compiled function of numbers, tensors and ctypes objects. Returns False if it failed."""
+    """A compiled function, called with numbers, tensors, and ctypes objects. Tensors are passed as
+    addresses, so the caller checks dtypes and strides. Returns False if the function refuses its
+    arguments. The code must hold a `CALLED` of this name (calls.h), else AttributeError."""
 
     def __init__(self, code: CDLL, name: str) -> None:
         self.code = code[f"call_{name}"]
@@ -78,11 +83,11 @@ class Function:
 
 
 def _number(x: Any) -> int:
-    """How an argument is passed: a number, or its address."""
+    """An argument as int64: an integer itself, the bits of a float, or the address of an object."""
     if isinstance(x, Tensor):
         return x.data_ptr()
     if isinstance(x, float):
-        return c_int64.from_buffer(c_double(x)).value  # its bit pattern
+        return c_int64.from_buffer(c_double(x)).value
     return x if isinstance(x, int) else addressof(x)
 
 
@@ -91,20 +96,20 @@ def address(x: Tensor | None) -> int | None:
 
 
 def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
-    """The addresses of these tensors, as an argument."""
+    """The addresses of these tensors as one array, which a `Function` takes as an argument."""
     return (c_void_p * len(tensors))(*map(address, tensors))
 
 
 class Library(NamedTuple):
-    """The compiled files, and the functions of all of them, by name."""
+    """The compiled files by name, and the functions of all of them as attributes."""
 
     files: dict[str, CDLL]
     functions: Any
 
 
 def library() -> Library | None:
-    """The compiled code, which is compiled if need be. None if it is turned off or cannot be
-    compiled; one warning says why."""
+    """The compiled code, compiled first if need be. None with SPECEXP_NATIVE=off or, after one
+    warning that says why, if it cannot be compiled."""
     return None if off() else _loaded()
 
 
@@ -122,7 +127,8 @@ def state() -> str:
 
 
 def uncompiled() -> list[Path]:
-    """The files that are still to be compiled; none if that was tried, or will not be."""
+    """The libraries that are still to be compiled; none if that was tried in this process, or is
+    not possible."""
     if off() or compiler() is None or _loaded.cache_info().currsize:
         return []
     return [file for x in FILES if not (file := _file(FOLDER / f"{x}.cpp")).exists()]
@@ -158,12 +164,12 @@ def _loaded() -> Library | None:
 
 
 def _names(file: str) -> list[str]:
-    """The functions of a file that Python calls."""
+    """The names of a file's functions that Python calls, read from its lines with CALLED."""
     return re.findall(r"^CALLED\((\w+)", (FOLDER / f"{file}.cpp").read_text(), re.MULTILINE)
 
 
 def functions() -> Any:
-    """The compiled functions by name; None if there is no compiled code."""
+    """The compiled functions as attributes; None if there is no compiled code."""
     code = _loaded()
     return code and code.functions
 
@@ -179,14 +185,16 @@ def _command() -> list[str]:
 
 
 def _file(source: Path) -> Path:
-    """Where the shared library of this source belongs, for this compiler and processor."""
+    """The path of this source's shared library. Its name is a digest of the source, all headers,
+    the compiler's command and the processor."""
     texts = (text.read_bytes() for text in (source, *sorted(source.parent.glob("*.h"))))
     parts = *texts, repr(_command()).encode(), _processor().encode()
     return code_folder() / f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
 
 
 def _built(source: Path) -> Path:
-    """The shared library of this source, which is compiled if need be."""
+    """The shared library of this source, compiled first if need be. Raises OSError without a
+    compiler or a private folder, and subprocess.SubprocessError if compiling fails."""
     file = _file(source)
     folder = private(file.parent)
     if not _own(file):
@@ -199,7 +207,7 @@ def _built(source: Path) -> Path:
 
 
 def _own(file: Path) -> bool:
-    """Whether this is a file, no link, of this user that nobody else can write to."""
+    """Whether this is a regular file, not a link, that this user owns and nobody else may write."""
     try:
         state = file.lstat()
     except FileNotFoundError:
@@ -209,7 +217,7 @@ def _own(file: Path) -> bool:
 
 
 def _processor() -> str:
-    """Identifies what -march=native depends on."""
+    """A description of this processor that differs wherever -march=native may differ."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     flags = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
@@ -217,5 +225,5 @@ def _processor() -> str:
 
 
 def vectors() -> str:
-    """The instructions of this CPU that passes depend on: `AVX512 AMX`, `AVX512`, `AVX2`, ..."""
+    """The vector instructions of this CPU, in words: `AVX512 AMX`, `AVX512`, `AVX2`, ..."""
     return torch.backends.cpu.get_cpu_capability() + " AMX" * ("amx_bf16" in _processor())
