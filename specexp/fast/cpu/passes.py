@@ -1,8 +1,9 @@
 """Compiled passes: a pass of a network over a few rows as one call of passes.cpp.
 
-A small model's pass is some six hundred operations of a few microseconds each, three times as long
-as it takes to read the weights. A token's logits are equal to the last bit whatever shares its
-pass, so verifying a chain gives exactly what plain decoding gives.
+As torch's operations, a small model's pass is some six hundred calls of a few microseconds each,
+three times as long as it takes to read the weights. A token's logits are equal to the last bit
+whatever tokens share its pass, so verifying a chain gives exactly what plain decoding gives. The
+weights must be plain float32 or bfloat16 tensors on a CPU; networks with others run uncompiled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 
 
-class Layer(Structure):  # these three are structs of passes.cpp, field by field
+class Layer(Structure):  # this and the two below repeat structs of passes.cpp, field by field
     _fields_ = [(name, c_void_p) for name in (*NORMS, *PRODUCTS, *(f"{p}_bias" for p in PRODUCTS))]
 
 
@@ -48,10 +49,10 @@ class Pass(Structure):
 
 
 class Native:
-    """Compiled passes of a `Fused` network on a CPU. Passes of more than `by_length_up_to` tokens
-    are left to `fused`, because torch's libraries are faster for many rows."""
+    """Compiled passes of a `Fused` network on a CPU; a `lm.Network`. Passes over more than
+    `by_length_up_to` tokens are left to `fused`: torch's products are faster for many rows."""
 
-    by_length_up_to = 512  # tokens
+    by_length_up_to = 512
     parts = ()
 
     def __init__(self, fused: Any, code: CDLL) -> None:
@@ -76,7 +77,8 @@ class Native:
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """See `Fused.__call__`; logits are float32."""
+        """See `Fused.__call__`; logits are float32. Raises IndexError if a token is outside the
+        vocabulary or a slot is outside the cache."""
         B, n = tokens.shape
         if B * n > self.by_length_up_to:
             return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
@@ -105,7 +107,7 @@ class Native:
         return logits if last else None, states
 
     def _buffers(self, cache: SlotCache) -> tuple[Any, Any]:
-        """The addresses of every layer's keys and values."""
+        """The addresses of every layer's keys and values, which are allocated first if need be."""
         like = torch.empty(0, self.net.keys, 0, self.net.dim, dtype=self.dtype)
         layers = cache.layers[: len(self.layers)]
         for layer in layers:
@@ -126,7 +128,8 @@ def _layer(layer: Any) -> Layer:
 
 
 def of(fused: Any) -> Native | None:
-    """The compiled passes of a `Fused` network; None without compiled code for its weights."""
+    """The compiled passes of a `Fused` network; None if there is no compiled code for its weights,
+    or its rotation covers only a part of a head."""
     weights = [w for w in (fused.embed, fused.head) if w is not None]
     weights += [layer.qkv for layer in fused.layers]
     kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}
