@@ -1,7 +1,10 @@
 """The kernels of a CPU: each calls a compiled function (rounds.cpp, chance.cpp, scans.cpp).
 
-Besides passes, a round is few numbers in many operations, and each of torch's takes microseconds. A
-kernel takes plain int64 and float32 tensors that are contiguous, where nothing else is said.
+Besides its passes, a round is many operations on few numbers, and each takes torch microseconds. A
+kernel has the arguments of the operation in its decorator, whose docstring says what it computes.
+It takes contiguous int64 and float32 tensors on a CPU, except as its own docstring says, and
+returns NotImplemented for others, so that the reference runs. Without compiled code (build.py) no
+kernel here is used.
 """
 
 import os
@@ -27,22 +30,23 @@ P = ParamSpec("P")
 T = TypeVar("T")
 __all__ = ["cpu_replays", "fused", "fused_eagle", "huge_pages"]  # importing them registers theirs
 
-FEW = 16  # rows of a product
-PLAIN = (Tensor, torch.nn.Parameter)  # no subclass: it may have no memory of its own
+FEW = 16  # the most rows of a compiled product
+PLAIN = (Tensor, torch.nn.Parameter)  # the memory of a tensor of another class may be elsewhere
 
 
 def state() -> str:
-    """In words, which kernels run here."""
+    """In words, which kernels run on this CPU."""
     off = os.environ.get("SPECEXP_GRAPHS") == "off"
     return build.state() + ", rounds are not replayed (SPECEXP_GRAPHS=off)" * off
 
 
 def compiled(operation: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Register a function as an operation's kernel, which is used if there is compiled code."""
     return ops.kernel(operation, "cpu", ready=build.library)
 
 
 def packed(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether these are contiguous, of this dtype and on a CPU."""
+    """Whether these tensors are contiguous, of this dtype and on a CPU."""
     for x in tensors:
         if type(x) not in PLAIN or x.dtype != dtype or not x.is_cpu or not x.is_contiguous():
             return False
@@ -50,7 +54,7 @@ def packed(dtype: torch.dtype, *tensors: Tensor) -> bool:
 
 
 def of_dtype(name: str, x: Tensor) -> Any:
-    """The compiled function of this name for x's dtype; None if there is none."""
+    """The compiled function of this name for x's dtype, such as `product_float32`, or None."""
     return getattr(build.functions(), f"{name}_{str(x.dtype).removeprefix('torch.')}", None)
 
 
@@ -63,7 +67,8 @@ def strided(x: Tensor) -> bool:
 
 
 def by_rows(x: Tensor) -> bool:
-    """Whether x [n] or [B, n] is int64 and on a CPU; its rows may lie apart."""
+    """Whether x [n] or [B, n] is int64 and on a CPU, with the numbers of a row side by side; the
+    rows may lie apart."""
     return strided(x) and x.stride(-1) == 1
 
 
@@ -81,7 +86,7 @@ def likeliest(w: Tensor) -> Tensor:
 
 @compiled(sampling.ranked)
 def ranked(w: Tensor, k: int) -> Tensor:
-    """Of equals the first is ranked first."""
+    """Among equals, the lowest index comes first."""
     V = w.shape[-1]
     if not 1 < k <= V or not floats(w):
         return NotImplemented
@@ -102,7 +107,7 @@ def keys(self: Noise, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
 
 @compiled(Noise.race)
 def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
-    """The rows of keys [n] or [B, n] may lie apart."""
+    """keys [n] or [B, n]: the rows may lie apart."""
     if type(self) is not Noise or not floats(w) or w.requires_grad or not w.numel():
         return NotImplemented
     if w.shape[:-1] != keys.shape or not 0 < keys.dim() < 3 or not by_rows(keys):
@@ -115,7 +120,8 @@ def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
 
 @compiled(Sampling.law)
 def law(self: Sampling, logits: Tensor) -> Tensor:
-    """Logits of any strides, and of 16 bits, are copied first."""
+    """Logits may be strided or of 16 bits, and are copied then. The reference runs for temperature
+    0, min-p and float64."""
     if (
         self.temperature == 0
         or self.min_p > 0
@@ -147,7 +153,7 @@ def places(self: Sequences, depth: Tensor) -> Tensor:
 
 @compiled(Sequences.read)
 def read(self: Sequences, slots: Tensor) -> Tensor:
-    """Raises IndexError for a slot that there is not."""
+    """Raises IndexError for a slot outside its row. The rows of the sequences may lie apart."""
     if not integers(slots) or not by_rows(self.tokens) or len(slots) > len(self.tokens):
         return NotImplemented
     tokens, S = torch.empty(slots.shape, dtype=torch.int64), self.tokens.stride(0)
@@ -158,7 +164,7 @@ def read(self: Sequences, slots: Tensor) -> Tensor:
 
 @compiled(Sequences.commit)
 def commit(self: Sequences, verdict: Verdict) -> Tensor:
-    """Writes no tokens past a row's new length."""
+    """Unlike the reference, it writes no tokens past a row's new length."""
     arguments = verdict.new, verdict.n, self.eos
     changed = self.tokens, self.length, self.limit
     if not integers(*arguments, *changed[1:]) or not by_rows(self.tokens):
@@ -172,7 +178,7 @@ def commit(self: Sequences, verdict: Verdict) -> Tensor:
 
 @compiled(sequences.columns)
 def columns(*parts: Tensor) -> Tensor:
-    """The columns may be strided."""
+    """Takes parts [B, 1] alone, which may be strided."""
     B, n = len(parts[0]), len(parts)
     if any(x.shape != (B, 1) or not strided(x) for x in parts):
         return NotImplemented
@@ -228,7 +234,7 @@ def block(self: rules.Block, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
 
 
 def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
-    """Raises IndexError for a draft token outside the vocabulary."""
+    """The verdict of a rule of chance.cpp. Raises IndexError for a draft token outside V."""
     children, q = draft.nodes.children, draft.q
     laws = [p] if q is None else [p, q]
     if type(rng) is not Noise or not floats(*laws) or any(x.shape != p.shape for x in laws):
@@ -247,7 +253,7 @@ def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Ve
 
 
 def _verdict(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for path [B, D + 1], n [B] and new [B, D + 1]."""
+    """Uninitialised path [B, D + 1], n [B] and new [B, D + 1] of a verdict."""
     B, D = len(draft.tokens), draft.nodes.deepest
     path, new = (torch.empty(B, D + 1, dtype=torch.int64) for _ in range(2))
     return path, torch.empty(B, dtype=torch.int64), new
@@ -284,7 +290,7 @@ def vote(self: suffix.Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
 
 @compiled(recycle.Table.read)
 def recall(self: recycle.Table, rows: slice, tokens: Tensor) -> Tensor:
-    """Tokens may be strided."""
+    """`tokens` may be strided."""
     owner, notes = (x[rows] for x in self.state)
     if not integers(owner, notes) or not strided(tokens) or len(tokens) != len(owner):
         return NotImplemented
@@ -309,7 +315,8 @@ def note(self: recycle.Table, rows: slice, tokens: Tensor, notes: Tensor) -> Non
 
 @compiled(lm.product)
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of few rows, which wait for the weights; of more torch's is faster. x may be strided."""
+    """Takes at most FEW rows, whose product lasts as long as reading the weights, of float32 or
+    bfloat16; for more rows torch's product is faster. x may be strided."""
     (outputs, inputs), rows = weight.shape, x.numel() // max(1, weight.shape[1])
     run = of_dtype("product", x)
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -338,7 +345,8 @@ def convolution(
     self: Scan, x: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Inputs may be strided, but for the weight; of at least 16 channels."""
+    """Takes float32 and bfloat16. x [b, C, n] has 16 channels or more, which lie side by side; its
+    rows and tokens may be strided."""
     run = of_dtype("convolution", x)
     (b, C, n), window = x.shape, self.window
     if run is None or window is None or activation not in (None, "silu") or C < 16:
@@ -359,7 +367,7 @@ def convolution(
 def scan(
     self: Scan, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
 ) -> Tensor:
-    """Inputs may be strided."""
+    """The inputs may be strided."""
     if (window := self.window) is None:
         return NotImplemented
     kept = [self.buffers[name, 0] for name in ("key", "decay", "write")]
@@ -386,7 +394,8 @@ def shift(
     self: Walk, x: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Of four columns; inputs may be strided, but for the weight."""
+    """Takes weights [C, 4], and x [b, C, n] as `convolution` does, but of 16 channels or a multiple
+    of these."""
     run, kept = of_dtype("shift", x), self.buffers["conv", 0]
     (b, C, n), part = x.shape, [] if bias is None else [bias]
     if run is None or activation not in (None, "silu") or C % 16 or self.before.shape != (n, b):
@@ -407,7 +416,8 @@ def recurrence(
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
-    """Inputs may be strided; of states [H, K] of multiples of 16, with all that a Mamba has."""
+    """Takes states [H, K] of multiples of 16, and only with all that Mamba 1 has: D, z, a bias of
+    dt, and its softplus. x, dt, B, C and z are float32 or bfloat16, and may be strided."""
     run, kept = of_dtype("recurrence", x), self.buffers["recurrent", 0]
     if run is None or D is None or z is None or delta_bias is None or not delta_softplus:
         return NotImplemented
