@@ -1,4 +1,5 @@
-// How Python calls a function: with an array of numbers and addresses (`Function`).
+// How Python calls a compiled function (build.Function): with an array of 64-bit numbers, which are
+// integers, addresses, or the bits of doubles.
 
 #pragma once
 #include <cstdint>
@@ -6,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+// One argument in the type A that the function declares.
 template <typename A> static A as(int64_t arguments) {
     if constexpr (std::is_floating_point_v<A>) {
         double number;
@@ -14,6 +16,7 @@ template <typename A> static A as(int64_t arguments) {
     } else return (A)arguments;
 }
 
+// Calls f with the arguments that it declares. Returns its result, or true if it has none.
 template <typename R, typename... A, size_t... i>
 static bool spread(R (*f)(A...), const int64_t *arguments, std::index_sequence<i...>) {
     if constexpr (std::is_void_v<R>) return f(as<A>(arguments[i])...), true;
@@ -24,5 +27,6 @@ template <typename R, typename... A> static bool spread(R (*f)(A...), const int6
     return spread(f, arguments, std::index_sequence_for<A...>());
 }
 
+// Defines call_NAME, by which Python calls a function. build.py reads the names from these lines.
 #define CALLED(name, ...) \
     extern "C" bool call_##name(const int64_t *arguments) { return spread(__VA_ARGS__, arguments); }

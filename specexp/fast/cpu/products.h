@@ -1,4 +1,4 @@
-// Dot products of rows, several side by side in registers.
+// Dot products of rows. Several are summed at once, so that a number is loaded for several of them.
 
 #pragma once
 #include "vectors.h"
@@ -6,21 +6,22 @@
 #include <immintrin.h>
 #endif
 
-// TALL rows of x and BROAD rows of w have their products summed in registers at the same time. ALONE:
-// rows of float w that one token reads side by side.
+// At most TALL rows of x and BROAD rows of w are multiplied at once, with their sums in registers.
+// ALONE: how many rows of float w are read side by side for one row of x.
 #ifdef __AVX512F__
 constexpr int TALL = 6, BROAD = 4, ALONE = 1;
 #else
 constexpr int TALL = 3, BROAD = 4, ALONE = BROAD;
 #endif
-constexpr int AHEAD = 1 << 14; // bytes by which weights are prefetched
+constexpr int AHEAD = 1 << 14; // weights are prefetched so many bytes before they are used
 #ifdef __AVX__
 #define HELD(x) asm("" : "+v"(x)) // keeps x in a register: the compiler would load it at every use
 #else
 #define HELD(x)
 #endif
 
-// Loads the STEP numbers of a row that one instruction multiplies; `add_products` multiplies and adds.
+// One instruction multiplies STEP numbers of a row: `load_step` loads them, and `add_products` adds
+// their products to sums.
 template <typename num> constexpr int STEP = LANES;
 static inline vec load_step(const float *p) { return load(p); }
 #ifdef __AVX512BF16__
@@ -33,8 +34,8 @@ static inline void add_products(vec &sums, __m512bh a, __m512bh b) {
 static inline vec load_step(const bfloat16 *p) { return load(p); }
 #endif
 static inline void add_products(vec &sums, vec a, vec b) { sums += a * b; }
-// Rows of weights that M tokens read side by side. Memory is read fastest one row after the other, as
-// long as multiplying does not hold it up: by many tokens, or by first making the weights float.
+// How many rows of weights are read side by side for M tokens. Memory is read fastest one row after
+// the other, unless multiplying takes longer: with many tokens, or if weights are first made float.
 template <typename num, int M>
 constexpr int ABREAST = STEP<num> * sizeof(num) < sizeof(vec) ? BROAD
                         : STEP<num> == LANES                  ? (M == 1 ? ALONE : BROAD)
@@ -46,9 +47,9 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
     if constexpr (M > 1) blocks<M - 1>(rows, f, r);
 }
 
-// Dot products y [M, N] of M rows of x and N rows of w, each `size` long, set or added. Weights are
-// prefetched into the second-level cache, for the first one holds x; the processor does that better
-// by itself for one or two tokens that read one row after the other.
+// Sets y [M, N], or adds to it, the dot products of M rows of x and N rows of w, each `size` long.
+// Weights are prefetched into the second-level cache, because the first-level cache holds x. Where
+// one or two tokens read one row after the other, the processor prefetches better by itself.
 template <int M, int N, typename num, typename out>
 static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
                         int64_t size, out *y, int64_t y_stride, bool added) {

@@ -1,7 +1,7 @@
-// Matrix products in bfloat16 by Intel's AMX: one instruction multiplies 16 outputs x 32 inputs of the
-// weights by 32 inputs x 16 tokens.
+// Matrix products in bfloat16 by Intel's AMX: one instruction multiplies 16 outputs x 32 inputs of
+// the weights by 32 inputs x 16 tokens. Without AMX, TILES is false and nothing here is called.
 //
-// Weights are read where they lie, [outputs, inputs]. Activations are packed first, a tile for every
+// Weights [outputs, inputs] are read where they are. Activations are packed first, a tile for every
 // 16 tokens and 32 inputs: [16 pairs of inputs, 16 tokens, 2]. An output's products are summed in an
 // order that does not depend on how many tokens are multiplied.
 
@@ -19,14 +19,14 @@ constexpr bool TILES = true;
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Linux grants the tile registers on request; asked once per process.
+// Whether Linux lets this process use the tile registers, which it is asked once.
 static inline bool tiles_allowed() {
     constexpr long REQUEST = 0x1023, TILES = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool allowed = !syscall(SYS_arch_prctl, REQUEST, TILES);
     return allowed;
 }
 
-// Configures this thread's eight tile registers, 16 rows of 64 bytes each, while it lives.
+// While such an object lives, this thread's eight tile registers have 16 rows of 64 bytes each.
 struct Tiles {
     Tiles() {
         struct alignas(64) {
@@ -50,7 +50,7 @@ template <int sums, int a, int b> static inline void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(a), "i"(b));
 }
 
-// Transposes a 16 x 16 matrix of 32-bit numbers in registers: 4 steps swap blocks of 8, 4, 2, 1.
+// Transposes a 16 x 16 matrix of 32-bit numbers in registers; steps swap blocks of 8, 4, 2 and 1.
 static inline void transpose(__m512 (&row)[SIDE]) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 #pragma GCC unroll 4
@@ -70,7 +70,7 @@ static inline void transpose(__m512 (&row)[SIDE]) {
     }
 }
 
-// Packs tiles `from` to `to` of x [rows, inputs]; rows that a last tile lacks repeat the last one.
+// Packs tiles `from` to `to` - 1 of x [rows, inputs]; copies of the last row fill the last tiles.
 static inline void pack(int64_t rows, const bfloat16 *x, int64_t inputs, int64_t from, int64_t to,
                         bfloat16 *packed) {
     const int64_t chunks = inputs / DEEP;
@@ -84,8 +84,8 @@ static inline void pack(int64_t rows, const bfloat16 *x, int64_t inputs, int64_t
     }
 }
 
-// Sets, or adds to, y [rows, the first 16 N of `outputs`]. While these weights are multiplied, those
-// of the next 16 N outputs are prefetched into the second-level cache.
+// Sets, or adds to, the first 16 N columns of y [rows, outputs]. While their weights are read,
+// those of the next 16 N columns are prefetched into the second-level cache.
 template <int N>
 static inline void tiled(int64_t rows, const bfloat16 *packed, const bfloat16 *w, const bfloat16 *bias,
                          int64_t inputs, float *y, int64_t outputs, bool added) {

@@ -1,4 +1,4 @@
-// Vectors of floats with as many lanes as the processor has, by compiler extensions.
+// Vectors of floats, by extensions of gcc and clang: as many lanes as the processor has.
 
 #pragma once
 #include <algorithm>
@@ -28,8 +28,8 @@ using int4 = Laned<int32_t, 16>::of;
 using ints = Laned<int32_t, 4 * LANES>::of;
 using shorts = Laned<uint16_t, 2 * LANES>::of;
 
-// f of every number below N, each a constant, so that what it indexes can be a register; inlined
-// early, or compilers keep arrays of registers in memory beside.
+// Calls f with 0, ..., N - 1 as compile-time constants, so that arrays indexed by them can stay in
+// registers. Inlined early, because compilers would otherwise keep a copy of them in memory.
 #define INLINED __attribute__((always_inline)) static inline
 template <typename F, int... I> INLINED void each(F f, std::integer_sequence<int, I...>) {
     (f(std::integral_constant<int, I>()), ...);
@@ -42,6 +42,8 @@ struct bfloat16 {
     uint16_t bits;
 };
 
+// `load` and `wide` make floats of numbers in memory; `store` and `narrow` write floats as such
+// numbers. To bfloat16 they round to nearest, ties to even, and a NaN stays one.
 static inline vec load(const float *p) { return *(const vec *)p; }
 static inline vec load(const bfloat16 *p) {
     return (vec)(__builtin_convertvector(*(const shorts *)p, ints) << 16);
@@ -61,7 +63,7 @@ static inline void narrow(float x, bfloat16 *p) {
 }
 
 static inline void store(vec v, float *p) { *(vec *)p = v; }
-static inline void store(vec v, bfloat16 *p) { // as `narrow`
+static inline void store(vec v, bfloat16 *p) {
     const ints bits = (ints)v, none = {}, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     *(shorts *)p = __builtin_convertvector(v != v ? none + 0x7fc0 : rounded, shorts);
 }
@@ -76,7 +78,7 @@ static inline float sum(vec v) {
     return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
-// Four sums, each added in the same order as `sum`.
+// The sums of four vectors, each added up in the same order as by `sum`.
 static inline vec4 sums(const vec *v) {
     const vec4 a = folded(v[0]), b = folded(v[1]), c = folded(v[2]), d = folded(v[3]);
     const vec4 ab = SHUFFLED(a, b, 0, 4, 1, 5) + SHUFFLED(a, b, 2, 6, 3, 7);
@@ -84,7 +86,8 @@ static inline vec4 sums(const vec *v) {
     return SHUFFLED(ab, cd, 0, 1, 4, 5) + SHUFFLED(ab, cd, 2, 3, 6, 7);
 }
 
-// exp(x) with a relative error of 2e-7; 0 below -87. The polynomial is that of Cephes' expf.
+// exp(x) with a relative error of 2e-7; 0 for x < -87, and x > 88 counts as 88. The polynomial is
+// that of Cephes' expf.
 static inline vec exponential(vec x) {
     const vec none = {};
     const ints small = x < -87.0f;
@@ -102,7 +105,8 @@ static inline vec exponential(vec x) {
     return small ? none : p;
 }
 
-// -log(1 - u) for 0 < u < 1, relative error 2e-7; y and its rounding error as in FreeBSD's log1p.
+// -log(1 - u) with a relative error of 2e-7 for 0 < u < 1; `softplus` needs -1 <= u <= 0, too. y is
+// corrected by its rounding error, as in FreeBSD's log1p.
 static inline vec arrival(vec u) {
     const vec y = 1.0f - u, lost = (1.0f - y - u) * (1.0f + u);
     const ints n = ((ints)y - 0x3f3504f3) >> 23; // y = 2^n (1 + f)
@@ -112,15 +116,15 @@ static inline vec arrival(vec u) {
     return half - (s * (half + p) + (whole * 9.0580006145e-06f + lost)) - f - whole * 6.9313812256e-01f;
 }
 
-// log(1 + exp(x)), relative error 4e-7.
+// log(1 + exp(x)) with a relative error of 4e-7.
 static inline vec softplus(vec x) {
     const vec none = {};
     return (x > 0.0f ? x : none) - arrival(-exponential(x > 0.0f ? -x : x));
 }
 
-// The first index of the largest of w [size], or of a NaN if there is one.
+// The index of the largest of w [size], the first of equals; if there is a NaN, that of the first.
 static inline int64_t largest(const float *w, int64_t size) {
-    vec most = vec{} - INFINITY; // the largest of each lane, and its index
+    vec most = vec{} - INFINITY; // each lane's largest number; `place` is the index of its vector
     ints place = {}, here = {}, odd = {};
     int64_t best = 0, i = 0;
     for (; i + LANES <= size; i += LANES, here += LANES) {
