@@ -1,11 +1,11 @@
-// One forward pass of a Llama-like network over a few tokens, on a CPU, as one call: each weight is
-// read once.
+// One forward pass of a Llama-like network over a few tokens, on a CPU, as one call; passes.py says
+// why, and declares Layer, Net and Pass to Python.
 //
 // Every sum is made in an order that does not depend on the other tokens of the pass. So the logits
 // of a token are the same to the last bit however many tokens and rows share its pass.
 //
-// Weights, keys and values are of type `num`, float or bfloat16; all arithmetic in between is float.
-// passes.py declares Layer, Net and Pass to Python.
+// Weights, keys and values are of type `num`, float or bfloat16. Sums and the residual are float;
+// what a matrix multiplies is rounded to `num` first.
 
 #include "calls.h"
 #include "products.h"
@@ -17,45 +17,45 @@
 #include <optional>
 #include <vector>
 
-// Up to so many numbers each thread norms, or packs, all of them for itself: faster than a barrier.
+// Up to so many numbers, each thread norms, or packs, all of them itself, to save a barrier.
 constexpr int64_t NORMED_ALONE = 1 << 12, PACKED_ALONE = 1 << 16;
 
 template <typename num> struct Layer {
-    const num *before, *after, *q_norm, *k_norm;          // the last two or null
-    const num *qkv, *out, *up, *down; // [outputs, inputs]; `qkv` is q, k and v joined, `up` gate and up
-    const num *qkv_bias, *out_bias, *up_bias, *down_bias; // or null
+    const num *before, *after, *q_norm, *k_norm;          // weights of norms; the last two or null
+    const num *qkv, *out, *up, *down; // [outputs, inputs]; qkv: q, k, v joined; up: gate and up
+    const num *qkv_bias, *out_bias, *up_bias, *down_bias; // [outputs] or null
 };
 
 template <typename num> struct Net {
     int64_t layers, width, reads, heads, keys, dim, hidden; // reads: inputs of the first attention
     int64_t known, vocab, all; // rows of `embed`; rows of `head`; columns of the logits
-    int64_t adds;              // 1: the residual stream starts from the normed state
-    float eps, scale, stretch; // of norms; of attention scores; of cosines and sines
+    int64_t adds;              // 1: the residual starts from the normed state
+    float eps, scale, stretch; // eps of norms; factors of attention scores, of cosines and sines
     const num *embed, *norm, *head;     // the first two may be null
-    const num *token_norm, *state_norm; // the first attention reads both side by side; or null
-    const int64_t *ids;        // [vocab] the column of each row of `head`, others -inf; null: in order
-    const float *frequencies;  // [dim / 2]
+    const num *token_norm, *state_norm; // norms of what the first attention reads, or both null
+    const int64_t *ids;        // [vocab]: the logits' column of each row of `head`; null: in order
+    const float *frequencies;  // [dim / 2], of the rotation
     const Layer<num> *layer;
 };
 
 template <typename num> struct Pass {
     int64_t rows, n, seen, threads;            // n: tokens of a row; seen: slots that they may read
-    const int64_t *tokens, *positions, *slots; // [rows, n]; a token of -1 is padding: skipped
-    const bool *visible;                       // [rows, n, seen]; null: causal, by slot
-    const num *x; // [rows, n, width] states in place of embeddings, or beside them; or null
-    num *const *k, *const *v;            // of each layer, [rows, keys, seen, dim] with these strides
-    int64_t at, row_stride, head_stride; // `at`: the first row's offset
-    int64_t last;                        // logits are wanted of the last so many tokens of each row
-    int64_t taps;
-    const int64_t *tap; // states wanted: after this layer; 0: embeddings, -1: before the last norm
+    const int64_t *tokens, *positions, *slots; // [rows, n]; a token of -1 is padding, and skipped
+    const bool *visible;                       // [rows, n, seen]; null: own slot and all before it
+    const num *x; // [rows, n, width]: states, read beside embeddings or in place of them; or null
+    num *const *k, *const *v;            // each layer's keys and values, [rows, keys, seen, dim]
+    int64_t at, row_stride, head_stride; // where their first row begins, and their strides
+    int64_t last;                        // how many tokens of each row get logits, the last ones
+    int64_t taps;                        // how many hidden states are returned
+    const int64_t *tap; // [taps]: after how many layers; 0: embeddings; -1: before the last norm
     num *states;        // [rows, n, taps, width]; 0 for padding
-    float *logits;      // [rows, last, all]
-    float *room;        // scratch memory: `room_for` numbers
+    float *logits;      // [rows, last, all]; 0 for padding
+    float *room;        // scratch memory of `room_for` floats
 };
 
 // --- parts of a pass ------------------------------------------------------------------------------
 
-// RMS norm (Zhang & Sennrich 2019).
+// y [size] = RMS norm (Zhang & Sennrich 2019) of x [size].
 template <typename num, typename out>
 static void rms_norm(const float *x, const num *weight, int64_t size, float eps, out *y) {
     float square;
@@ -64,7 +64,7 @@ static void rms_norm(const float *x, const num *weight, int64_t size, float eps,
     for (int64_t i = 0; i < size; i++) narrow(x[i] * off * wide(weight[i]), y + i);
 }
 
-// This thread's share of `total` items, cut at multiples of `lump`.
+// This thread's share of `total` items, `from` to `to` - 1, cut at multiples of `lump`.
 struct Share {
     int64_t from, to;
     Share(int64_t total, int64_t lump = 1) {
@@ -76,13 +76,13 @@ struct Share {
 
 template <typename num> constexpr bool TILED = TILES && std::is_same_v<num, bfloat16>;
 
-// Activations [rows, inputs], and the same packed for tiles (tiles.h), or null.
+// Activations [rows, inputs], and the same packed for tiles (tiles.h) or null.
 template <typename num> struct Input {
     const num *x, *packed;
 };
 
-// This thread's outputs of these rows times w [outputs, inputs]. Which kernel multiplies depends on
-// the shape of w alone, so a token's outputs do not depend on the rows beside it.
+// This thread's outputs of these rows times w [outputs, inputs], set or added. The shape of w alone
+// decides which code multiplies, so a token's outputs do not depend on the rows beside it.
 template <typename num, typename out>
 static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, int64_t inputs,
                    out *y, int64_t outputs, bool added = false) {
@@ -99,7 +99,7 @@ static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, i
             while (o < mine.to) next(std::integral_constant<int, 1>());
             return;
         }
-    for (int64_t to; o < mine.to; o = to) { // more tokens than a block has share what is in the cache
+    for (int64_t to; o < mine.to; o = to) { // blocks of tokens share weights in the cache
         to = rows > TALL ? std::min(o + BROAD, mine.to) : mine.to;
         blocks(rows, [&](auto M, int64_t r) {
             int64_t i = o;
@@ -128,7 +128,7 @@ static void swiglu(int64_t rows, const float *gate, const float *up, int64_t out
     }
 }
 
-// Rotary embedding of a head x; the two numbers of a pair are half a head apart.
+// y [dim] = a head x, rotated (RoPE: Su et al. 2021); the numbers of a pair are half a head apart.
 template <typename num>
 static void rotate(const float *x, int64_t dim, const float *cosine, const float *sine, num *y) {
     const int64_t half = dim / 2;
@@ -140,10 +140,10 @@ static void rotate(const float *x, int64_t dim, const float *cosine, const float
 
 // --- a pass ---------------------------------------------------------------------------------------
 
-// Which tokens of a pass are not padding.
+// The tokens of a pass that are not padding.
 struct Kept {
-    std::vector<int64_t> at, begins{0}; // their indices in [rows, n]; where each row's begin in `at`
-    std::vector<int64_t> read, written; // of those with logits: index in `at`; index in [rows, last]
+    std::vector<int64_t> at, begins{0}; // indices in [rows, n]; where each row's begin in `at`
+    std::vector<int64_t> read, written; // of tokens with logits: index in `at`, in [rows, last]
 
     template <typename num> explicit Kept(const Pass<num> &p) {
         for (int64_t i = 0; i < p.rows * p.n; i++) {
@@ -159,9 +159,9 @@ struct Kept {
 
 // Scratch memory of a pass over R tokens, in `p.room`.
 template <typename num> struct Room {
-    int64_t lot; // numbers of a thread's own `packed`
+    int64_t lot; // numbers in a thread's part of `packed`, where each packs all itself
     float *x, *qkv, *gate, *up, *cosines, *sines, *scores, *head_logits, *end;
-    num *read, *heads, *own, *packed; // each thread has its `own` and, up to PACKED_ALONE, its `packed`
+    num *read, *heads, *own, *packed; // each thread has a part of `own`; `packed`: see `lot`
 
     Room(const Net<num> &net, const Pass<num> &p) {
         const int64_t R = p.rows * p.n, half = net.dim / 2, wide = net.heads * net.dim;
@@ -184,8 +184,8 @@ template <typename num> struct Room {
     }
 };
 
-// Attention of M queries of a row that share a key head, from the `first` on; a token's queries are
-// neighbours, and tokens are in order. Each sees the slots that Pass says.
+// Attention of M queries of a row that share a key head, the first of which is number `first`. The
+// queries of a token are neighbours, and tokens are in order.
 template <int M, typename num>
 static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &room, const Kept &kept,
                    int64_t layer, int64_t row, int64_t key, int64_t first) {
@@ -228,7 +228,7 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
         const float share = 1.0f / sum(total);
         for (j = 0; j < slots; j++) s[j] *= share;
     }
-    auto weighted_sum = [&](auto C, int64_t c) { // of values: C vectors of coordinates, from c on
+    auto weighted_sum = [&](auto C, int64_t c) { // of values, in C vectors of coordinates from c on
         vec acc[M][C];
         each<M>([&](auto i) { each<C>([&](auto u) { acc[i][u] = vec{}; }); });
         for (int64_t j = 0; j < slots; j++)
@@ -255,13 +255,13 @@ static void attend(const Net<num> &net, const Pass<num> &p, const Room<num> &roo
         }
 }
 
-// One thread's part of a pass over the R tokens that are kept.
+// One thread's part of a pass over the tokens that are not padding.
 template <typename num>
 static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room, const Kept &kept) {
     const int64_t n = p.n, R = kept.at.size(), E = net.width, d = net.dim, F = net.hidden;
     const int64_t H = net.heads, K = net.keys, Q = (H + 2 * K) * d;
     const int64_t G = H / K, lot = std::clamp<int64_t>(R * H / p.threads, 1, TALL);
-    const int64_t parts = (n * G + lot - 1) / lot; // of the queries that share a key head
+    const int64_t parts = (n * G + lot - 1) / lot; // into which a key head's queries are divided
     const Share mine(R), shared(p.rows * K * parts);
     float *x = room.x;
     num *read = room.read, *heads = room.heads;
@@ -289,7 +289,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
     };
     const bool few = R * E <= NORMED_ALONE;
     num *ours = few ? room.own + omp_get_thread_num() * R * E : read;
-    auto norm = [&](const num *weight) { // of all tokens, into `ours`
+    auto norm = [&](const num *weight) { // of all residuals, to `ours`; null: only copies them
         for (int64_t r = few ? 0 : mine.from; r < (few ? R : mine.to); r++)
             if (!weight) copy(x + r * E, ours + r * E);
             else rms_norm(x + r * E, weight, E, net.eps, ours + r * E);
@@ -388,7 +388,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         }
         return;
     }
-    const Share outputs(net.vocab, LANES); // move each token's logits to its place, the last first
+    const Share outputs(net.vocab, LANES); // now each token's logits move to its place, last first
     auto mine_of = [&](int64_t i) { return p.logits + i * net.vocab + outputs.from; };
     const size_t bytes = (outputs.to - outputs.from) * sizeof(float);
     for (int64_t i = p.rows * p.last - 1; i >= wanted; i--)
@@ -398,7 +398,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
 
 static std::atomic<int64_t> spent{0}; // nanoseconds, in all passes
 
-// False, and nothing done, if a token or a slot is out of range.
+// Runs a pass. Returns false, and does nothing, if a token or a slot is out of range.
 template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
     const Kept kept(p);
     for (const int64_t r : kept.at)
@@ -429,7 +429,7 @@ template <typename num> static bool pass(const Net<num> *net, const Pass<num> *p
     return run(*net, *p);
 }
 
-// y [rows, outputs] = x times w [outputs, inputs], plus bias [outputs] or null.
+// lm.product: y [rows, outputs] = x [rows, inputs] times w [outputs, inputs] plus bias, or null.
 template <typename num>
 static void product(int64_t rows, int64_t inputs, int64_t outputs, int64_t threads, const num *x,
                     const num *w, const num *bias, num *y) {
