@@ -1,6 +1,6 @@
-// The steps of a round besides passes: few numbers, but every torch operation is slow, because the
-// pass before has evicted its code from the cache. ops.py says of which operation each is the kernel.
-// Arrays are contiguous, except `tokens` where a stride is given.
+// The steps of a round besides its passes. They compute with few numbers, but torch's operations
+// are slow here: the pass before has evicted their code from the cache. ops.py says of which
+// operation a function is the kernel. Arrays are contiguous, except where strides are given.
 
 #include "calls.h"
 #include "vectors.h"
@@ -11,10 +11,11 @@ static void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best)
     for (; rows--; w += size) *best++ = largest(w, size);
 }
 
-// A NaN is above all.
+// Whether a is ranked before b, unless they are equal: it is larger, or a NaN.
 static inline bool above(float a, float b) { return a > b || (a != a && b == b); }
 
-// Indices of the `most` largest, largest first, the lowest index first at a tie.
+// best [rows, most]: the indices of the largest numbers of each row of w [rows, size], the largest
+// first, and the lowest index first at a tie.
 static void ranked(int64_t rows, int64_t size, int64_t most, const float *w, int64_t *best) {
     for (; rows--; w += size, best += most)
         for (int64_t i = 0, kept = 0; i < size; i++) {
@@ -29,7 +30,7 @@ static void spoil(int64_t rows, int64_t size, const float *w, float *fault) {
     for (; rows--; w += size) *fault++ += 0 * w[largest(w, size)];
 }
 
-// parents: shared by all rows, or one array per row.
+// parents [1 or rows, nodes]; `places` is D + 1.
 static void follow(int64_t rows, int64_t nodes, int64_t places, int64_t shared, const int64_t *tokens,
             const int64_t *sample, const int64_t *parents, int64_t *path, int64_t *n, int64_t *out) {
     std::vector<int64_t> depth(nodes);
@@ -61,7 +62,7 @@ static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, c
     }
 }
 
-// Columns: counts [rows, 3], one per model's `faults`, then the draft tokens.
+// Columns: counts [rows, 3], whether each model's faults [rows] are not 0, then the draft tokens.
 static void report(int64_t rows, int64_t nodes, int64_t models, const int64_t *counts,
                    const int64_t *tokens, int64_t *out, const float *const *faults) {
     for (int64_t row = 0; row < rows; row++) {
@@ -71,19 +72,19 @@ static void report(int64_t rows, int64_t nodes, int64_t models, const int64_t *c
     }
 }
 
-// How many tokens up to place `end` equal those up to `last`, at most `most`.
+// How many of the tokens that end at place `end` equal those that end at `last`, at most `most`.
 static int64_t match_length(const int64_t *tokens, int64_t last, int64_t end, int64_t most) {
     int64_t n = 0;
     while (n < most && n <= end && tokens[end - n] == tokens[last - n]) n++;
     return n;
 }
 
-// Copies what followed the `ends` best earlier matches of a sequence's last tokens
-// (drafters/ngram.py). branch: for each draft token, which match it follows.
+// NGram.propose: copies what followed the `ends` best earlier matches of a sequence's last tokens.
+// branch [nodes - 1]: which match each draft token continues.
 static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int64_t vocab,
             int64_t stride, const int64_t *branch, const int64_t *depth, const int64_t *length,
             const int64_t *tokens, int64_t *out) {
-    struct End { int64_t agrees, at; }; // of an earlier match: its length, and where it ends
+    struct End { int64_t agrees, at; }; // an earlier match: its length, and where it ends
     const auto better = [](End a, End b) {
         return a.agrees > b.agrees || (a.agrees == b.agrees && a.at > b.at);
     };
@@ -98,21 +99,21 @@ static void lookup(int64_t rows, int64_t nodes, int64_t most, int64_t ends, int6
         }
         out[0] = tokens[last];
         for (int64_t i = 1; i < nodes; i++) {
-            const End end = best[branch[i - 1]]; // past the sequence's end, the copy repeats itself
+            const End end = best[branch[i - 1]]; // past the text, the copy repeats itself
             out[i] = end.agrees ? tokens[end.at + 1 + (depth[i] - 1) % (last - end.at)] : -1;
             if (out[i] >= vocab) out[i] = -1;
         }
     }
 }
 
-// Drafts what most often followed the longest earlier matches of a sequence's last tokens
-// (drafters/suffix.py). Every match votes for the token that followed it, as long as the draft
-// tokens so far agree with it: the voters of a node are adjacent, and are divided among its children.
+// Suffix.propose: drafts what most often followed the longest earlier matches of a sequence's last
+// tokens. A match votes for the token after it, as long as the draft tokens so far are those that
+// followed it. The voters of a node are adjacent, and are divided among its children.
 static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab,
                  int64_t stride, float least, float stretch, const int64_t *parents,
                  const int64_t *depth, const int64_t *length, const int64_t *tokens, int64_t *out) {
-    struct Voter { int64_t says, end; };             // a match: the token after it, where it ends
-    struct Party { int64_t from, to; float trust; }; // voters that say the same, and their share
+    struct Voter { int64_t says, end; };             // a match: its vote, and where it ends
+    struct Party { int64_t from, to; float trust; }; // voters of one token, its probability
     for (; rows--; tokens += stride, out += nodes) {
         const int64_t last = *length++ - 1;
         int64_t most = 1;
@@ -133,7 +134,7 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab,
             const Party all = of[parent];
             for (int64_t v = all.from; v < all.to; v++) {
                 const int64_t at = voters[v].end + 1 + depth[parent];
-                int64_t node = parent; // past the sequence's end, the draft goes on
+                int64_t node = parent; // past the end of the text, the draft tokens follow
                 while (at > last && depth[node] > at - last) node = parents[node];
                 voters[v].says = at > last ? out[node] : tokens[at];
             }
@@ -159,8 +160,8 @@ static void vote(int64_t rows, int64_t nodes, int64_t longest, int64_t vocab,
     }
 }
 
-// The notes on tokens (strides down and right); -1 where there are none. The last place of each row
-// is for torch's operations (drafters/recycle.py).
+// Table.read of tokens [rows, n] with strides `down` and `right`. owner [rows, places + 1], notes
+// [rows, places + 1, size]: only the reference uses the last place of a row.
 static void recall(int64_t rows, int64_t n, int64_t places, int64_t size, int64_t down, int64_t right,
                    const int64_t *tokens, const int64_t *owner, const int64_t *notes, int64_t *out) {
     for (; rows--; tokens += down, owner += places + 1, notes += (places + 1) * size)
@@ -171,7 +172,7 @@ static void recall(int64_t rows, int64_t n, int64_t places, int64_t size, int64_
         }
 }
 
-// Of equal tokens the last one counts.
+// Table.write: the last of equal tokens wins.
 static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const int64_t *tokens,
                  const int64_t *news, int64_t *owner, int64_t *notes) {
     for (; rows--; owner += places + 1, notes += (places + 1) * size)
@@ -183,13 +184,14 @@ static void note(int64_t rows, int64_t n, int64_t places, int64_t size, const in
         }
 }
 
-// Slots or positions at these depths past the root's, clamped at 0.
+// Sequences.places, at depth [1 or rows, n].
 static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *length,
                    const int64_t *depth, int64_t *out) {
     for (; rows--; length++, depth += shared ? 0 : n)
         for (int64_t i = 0; i < n; i++) *out++ = std::max<int64_t>(*length - 1 + depth[i], 0);
 }
 
+// Returns false for a slot outside its row of `stride` slots.
 static bool read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
                  const int64_t *slots, int64_t *out) {
     for (; rows--; tokens += stride)
@@ -200,7 +202,7 @@ static bool read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
     return true;
 }
 
-// down, right: strides of depth.
+// down, right: the strides of depth.
 static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const int64_t *tokens,
                   const int64_t *depth, const int64_t *budget, int64_t *out) {
     for (; rows--; depth += down, budget++)
@@ -229,27 +231,28 @@ CALLED(read, read)
 CALLED(until, until)
 CALLED(columns, columns)
 
-struct Call {
+struct Call { // a function that CALLED defines (calls.h), and its arguments
     bool (*function)(const int64_t *arguments);
     const int64_t *arguments;
 };
 
-// Runs the calls in order until one fails.
+// Runs the calls in order until one fails. Returns whether none did.
 extern "C" bool replay(int64_t count, const Call *calls) {
     for (; count && calls->function(calls->arguments); count--) calls++;
     return !count;
 }
 
-// Whether a row has ended in the round of this report [rows, wide].
+// Whether a row has ended in the round of this report [rows, wide]: it gained tokens, and is done.
 static bool ends(int64_t rows, int64_t wide, const int64_t *report) {
     for (; rows--; report += wide)
         if (report[1] && !report[2]) return true;
     return false;
 }
 
-// Replays rounds until there are `most`, `most_s` seconds have passed or a row has ended. `report`
-// is where every round writes its report; on entry it is that of the round before. Stores the
-// reports and the seconds until each was there. Returns the number of rounds; -1: a call failed.
+// Replays rounds until there are `most`, `most_s` seconds have passed, or a row has ended. Every
+// round writes its report to `report`, which on entry holds that of the round before. Stores the
+// reports, and after how many seconds each was there. Returns the number of rounds, or -1 if a call
+// failed.
 extern "C" int64_t replay_rounds(int64_t count, const Call *calls, int64_t most, double most_s,
                                  int64_t rows, int64_t wide, const int64_t *report,
                                  int64_t *reports, double *seconds) {
