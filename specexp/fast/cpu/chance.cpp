@@ -1,5 +1,6 @@
-// Distributions, noise and the rules that compare p with q, as in sampling.py and rules.py. One
-// thread computes a row, or numbers are independent: results do not depend on the threads.
+// Distributions, noise and the rules that compare p with q, as in sampling.py and rules.py; ops.py
+// says why. One thread computes a row, except where its numbers do not depend on each other. So
+// results do not depend on the number of threads.
 
 #include "calls.h"
 #include "vectors.h"
@@ -7,22 +8,22 @@
 #include <numeric>
 #include <vector>
 
-constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers worth several threads; numbers per task
+constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers from which threads pay; of one task
 constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15;
 
-// sampling.mix
+// See sampling.mix.
 static inline uint64_t mix(uint64_t x) {
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
     x = (x ^ x >> 27) * 0x94d049bb133111eb;
     return x ^ x >> 31;
 }
 
-// The uniform of a lane at an address; Noise.uniform.
+// The uniform of a lane, as Noise.uniform; at: the mixed sum of key and salt.
 static inline float uniform(uint64_t at, uint64_t lane) {
     return ((float)(int64_t)(mix(at + lane * GOLDEN) & INT64_MAX) + 0.5f) * 0x1p-63f;
 }
 
-// Loads up to a vector of numbers, padded with `none`; `put` stores them.
+// Loads a vector of numbers, or `count` and then `none` if there are fewer; `put` stores as many.
 static inline vec filled(const float *x, int64_t count, float none) {
     if (count >= LANES) return load(x);
     vec out = vec{} + none;
@@ -35,8 +36,8 @@ static inline void put(vec out, float *y, int64_t count) {
     else memcpy(y, &out, count * sizeof *y);
 }
 
-// Returns the sum of w [size], and scales w to sum 1 if that is positive. It is summed by parts: a
-// small number that is added to a large sum is rounded away.
+// Returns the sum of w [size] and, if that is positive, scales w to sum 1. Parts are summed first,
+// because a small number that is added to a large sum is rounded away.
 static float scaled(int64_t size, float *w) {
     vec sums = {};
     for (int64_t i = 0, end; i < size; i = end) {
@@ -86,7 +87,7 @@ static void law(int64_t rows, int64_t size, int64_t threads, int64_t top_k, floa
         filtered_softmax(size, top_k, temperature, top_p, logits + i, p + i);
 }
 
-// out = w / arrival times, for lanes from..to-1: the token of the largest is drawn by w.
+// out = w / arrival times, for lanes from..to-1; see Noise.race.
 static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, float *out) {
     for (int64_t i = from; i < to; i += LANES) {
         vec u;
@@ -96,7 +97,7 @@ static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, floa
     }
 }
 
-// Noise.race; keys [rows / n, n] with row stride `down`.
+// Noise.race of w [rows, size], with keys [rows / n, n] of row stride `down`.
 static void race(int64_t rows, int64_t n, int64_t down, int64_t size, int64_t threads,
                  uint64_t salt, const int64_t *keys, const float *w, float *out) {
     const int64_t lumps = (size + LUMP - 1) / LUMP;
@@ -117,7 +118,8 @@ static void addresses(int64_t rows, int64_t n, int64_t shared, int64_t by_round,
     }
 }
 
-// A row's draft, its p and q [nodes, size] (q or null), and its verdict; room: [4, size].
+// A row's draft and verdict, its p and q [nodes, size] (q may be null), and scratch memory `room`
+// [4, size].
 struct DraftRow {
     int64_t nodes, size, places, width;
     uint64_t accept_salt, residual_salt; // of the noise for the two purposes
@@ -131,7 +133,7 @@ struct DraftRow {
     const float *q_at(int64_t node) const { return q ? q + node * size : nullptr; }
     float coin(int64_t node, int64_t lane) const { return uniform(mix(keys[node] + accept_salt), lane); }
 
-    // The distribution x was drawn from: q, or a one-hot; zeros if there is no draft token.
+    // The distribution x was drawn from: q, or a one-hot in `room`; zeros if there is no x (-1).
     const float *drawn(const float *q, int64_t x) const {
         if (q && x >= 0 && q[x] > 0) return q;
         std::fill_n(room, size, 0);
@@ -139,7 +141,7 @@ struct DraftRow {
         return room;
     }
 
-    // rest = (owed * law - lenience * drawn)+, a residual that is not normalised
+    // rest = (owed * law - lenience * drawn)+, a residual that is not normalised.
     void subtract(float owed, const float *law, const float *drawn, float *rest) const {
         for (int64_t i = 0; i < size; i++)
             rest[i] = std::max(owed * law[i] - lenience * drawn[i], 0.0f);
@@ -147,7 +149,7 @@ struct DraftRow {
 
     void keep(int64_t count, int64_t node) const { path[count] = node, out[count - 1] = tokens[node]; }
 
-    // Draws the bonus token after `count` accepted ones, by this distribution.
+    // Ends the verdict after `count` accepted tokens, with a bonus token drawn from `law`.
     void end(int64_t count, const float *law) const {
         run_race(0, size, mix(keys[path[count]] + residual_salt), law, room);
         std::fill(out + count, out + places, largest(room, size));
@@ -156,7 +158,8 @@ struct DraftRow {
     }
 };
 
-// The accepted child of a node, or 0; `rest_of_p`: the residual after the rejected children.
+// Reject at one node: returns the accepted child, or 0. `rest_of_p`: p at first, then the residual
+// after each rejected child.
 static int64_t accepted_child(const DraftRow &row, int64_t node, const float *&rest_of_p) {
     const int64_t size = row.size, *children = row.children + node * row.width;
     float *rest = row.room + size, *spare = rest + size, *others = spare + size;
@@ -206,7 +209,8 @@ static void block(const DraftRow &row) {
     row.end(count, law);
 }
 
-// children [1 or rows, nodes, width]. Returns false if a draft token is not in the vocabulary.
+// Judges all rows by a rule. children [1 or rows, nodes, width]; p, q [rows, nodes, size]; path and
+// out [rows, places]. Returns false if a draft token is not in the vocabulary.
 template <void (*rule)(const DraftRow &)>
 static bool judge(int64_t rows, int64_t nodes, int64_t size, int64_t places, int64_t width,
                   int64_t shared, int64_t threads, uint64_t accept, uint64_t residual,

@@ -1,11 +1,13 @@
-// The recurrences and short convolutions of models/scans.py, over all tokens of a pass at once. Tokens
-// write what they add at the entries `after`, 0 for padding. float32 but for columns; contiguous.
+// The recurrences and short convolutions of models/scans.py, over all tokens of a pass in one call.
+// after: the entry of a buffer to which each token writes what it keeps, 0 for padding. Arrays
+// without strides are contiguous.
 
 #include "calls.h"
 #include "products.h"
 #include <vector>
 
-// y [M, C vectors] = scale y + p [M, J] x [J, C vectors]; rows of x and y are `size` apart, of scale `step`.
+// y [M, C vectors] = scale y + p [M, J] times x [J, C vectors]. Rows of x and y lie `size` apart,
+// and the scales of rows `step`.
 template <int M, int C>
 INLINED void accumulate_block(int64_t J, const float *p, const float *x, int64_t size,
                               const float *scale, int64_t step, float *y) {
@@ -21,7 +23,7 @@ INLINED void accumulate_block(int64_t J, const float *p, const float *x, int64_t
     each<M>([&](auto i) { each<C>([&](auto u) { *(vec *)(y + i * size + u * LANES) = acc[i][u]; }); });
 }
 
-// The same for any number of rows and any size.
+// The same for any number of rows, and rows of any size.
 static void accumulate(int64_t rows, int64_t J, const float *p, const float *x, int64_t size,
                        const float *scale, int64_t step, float *y) {
     blocks(rows, [&](auto M, int64_t r) {
@@ -55,16 +57,17 @@ static void dots(int64_t rows, const float *x, int64_t count, const float *w, in
     by(std::integral_constant<int, 1>());
 }
 
-// Scan._scan. G heads of keys, H of values; D decays a head, 1 or K. Of the m slots of a row, whose
-// entries begin at `first`, seen [rows, folds + n, m] are those that are added to the state, if folds,
-// and those that tokens see. beta: of the delta rule, or null. turned: states are [V, K].
+// Scan._scan. G heads of keys, H heads of values; D, the decays of a head, is 1 or K. A row has m
+// slots, whose entries begin at `first`. seen [rows, folds + n, m]: with folds = 1 first the slots
+// that are folded into the state, then those that each token sees. beta: of the delta rule or null.
+// turned: states are [V, K].
 static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t folds, int64_t G, int64_t H,
                  int64_t K, int64_t V, int64_t D, int64_t turned, int64_t threads, const bool *seen,
                  const int64_t *place, const int64_t *own, const int64_t *after, const float *q,
                  const float *k, const float *v, const float *g, const float *beta, float *keys,
                  float *decays, float *writes, float *states, float *out) {
-    const int64_t T = folds + n, N = beta ? 2 * n : n; // N: rows that read: queries, and keys
-    std::vector<int64_t> slots(rows * m), count(rows); // those that are seen, in order
+    const int64_t T = folds + n, N = beta ? 2 * n : n; // N: what reads: queries, then keys if beta
+    std::vector<int64_t> slots(rows * m), count(rows); // of each row, the slots seen, by place
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t i = r * n; i < (r + 1) * n; i++) {
             if (!after[i]) continue;
@@ -91,7 +94,7 @@ static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t fold
             std::copy_n(keys + (entry * G + group) * K, K, key + t * K);
             std::copy_n(writes + (entry * H + h) * V, V, write + t * V);
         }
-        // w [T, 1 + c, D]: by what the state and each slot's write have decayed
+        // w [T, 1 + c, D]: the factors by which the state and each slot's write have decayed
         for (int64_t i = 0; i < T; i++) {
             float *sum = w + i * J;
             std::fill_n(sum, D, 0.0f);
@@ -105,7 +108,7 @@ static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t fold
             }
         }
         for (int64_t i = 0; i < T * J; i += LANES) *(vec *)(w + i) = exponential(load(w + i));
-        // p [N, c]: how much each token reads of each write; x [N, K]: by what it reads the state
+        // p [N, c]: how much each query or key reads of each write; x [N, K]: itself, decayed
         for (int64_t i = 0; i < n; i++) {
             const float *left = w + (folds + i) * J;
             for (int64_t t = 0; t < c; t++)
@@ -120,7 +123,7 @@ static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t fold
         std::fill_n(read, N * V, 0.0f);
         if (turned) dots(N, x, V, state, K, read);
         else accumulate(N, K, x, state, V, &zero, 0, read);
-        for (int64_t i = 0; i < n && beta; i++) { // writes what its key does not read yet
+        for (int64_t i = 0; i < n && beta; i++) { // writes the part of v that its key does not read
             const int64_t token = r * n + i, at = std::find(slot, slot + c, own[token]) - slot;
             float *known = read + (n + i) * V, *by = p + (n + i) * c;
             if (at < c) by[at] = 0;
@@ -132,7 +135,7 @@ static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t fold
         }
         accumulate(n, c, p, write, V, &one, 0, read);
         for (int64_t i = 0; i < n; i++) std::copy_n(read + i * V, V, out + ((r * n + i) * H + h) * V);
-        int64_t f = folds ? c : 0; // those that are added to the state come first
+        int64_t f = folds ? c : 0; // the first f slots are folded into the state
         while (f && !seen[r * T * m + slot[f - 1]]) f--;
         for (int64_t u = 0; u < (turned ? V : K); u++)
             for (int64_t t = 0; t < f; t++)
@@ -152,7 +155,7 @@ static void scan(int64_t rows, int64_t n, int64_t m, int64_t first, int64_t fold
 
 static inline vec silu(vec x) { return x / (1.0f + exponential(-x)); }
 
-// Ends a convolution, whose sums of the channels from c on are y.
+// Ends a convolution at channels c, c + 1, ... with sums y: adds the bias, takes SiLU if gated.
 template <typename num>
 static inline void finish(vec y, int64_t c, const num *bias, int64_t gated, num *out) {
     if (bias) y += load(bias + c);
@@ -160,9 +163,9 @@ static inline void finish(vec y, int64_t c, const num *bias, int64_t gated, num 
     store(y, out + c);
 }
 
-// Scan.convolution of x [rows, n, C], whose rows and tokens lie `down` and `right` apart; weight [C, k];
-// bias [C] or null; columns [rows, n, back]: the entries that a token reads, of which the last k count.
-// C >= LANES.
+// Scan.convolution of x [rows, n, C]; rows of x lie `down` apart, tokens `right`. weight [C, k],
+// bias [C] or null. columns [rows, n, back]: the entries of which a token reads the last k. C is
+// LANES or more.
 template <typename num>
 static void convolution(int64_t rows, int64_t n, int64_t C, int64_t k, int64_t back, int64_t down,
                         int64_t right, int64_t gated, const int64_t *after, const int64_t *columns,
@@ -183,11 +186,11 @@ static void convolution(int64_t rows, int64_t n, int64_t C, int64_t k, int64_t b
     }
 }
 
-constexpr int TAPS = 4; // columns that a Mamba 1 reads
+constexpr int TAPS = 4; // columns that a convolution of Mamba 1 reads
 
-// Walk.convolution of x [rows, n, C], laid out as above; weight [C, TAPS]. A token reads the columns
-// [C, TAPS] at its entry of `before` [n, rows], but for the first, and its own: these it keeps at its
-// entry of `after`. C is a multiple of LANES.
+// Walk.convolution of x [rows, n, C], laid out as above, by weight [C, TAPS]. A token reads all but
+// the first of its parent's columns [C, TAPS], at the entry in `before` [n, rows], and its own. It
+// keeps these at the entry in `after`. C is a multiple of LANES.
 template <typename num>
 static void shift(int64_t rows, int64_t n, int64_t C, int64_t down, int64_t right, int64_t gated,
                   const int64_t *before, const int64_t *after, const num *x, const num *weight,
@@ -216,9 +219,9 @@ static void shift(int64_t rows, int64_t n, int64_t C, int64_t down, int64_t righ
     }
 }
 
-// Walk.recurrence: x, z, out [rows, n, H], dt [rows, H, n], A [H, K], B, C [rows, n, K], D and bias [H].
-// A token goes on from the state [H, K] at its entry of `before` [n, rows] and keeps its own at that of
-// `after`. H and K are multiples of LANES.
+// Walk.recurrence. x, z, out [rows, n, H]; dt [rows, H, n]; A [H, K]; B, C [rows, n, K]; D and bias
+// [H]. A token goes on from its parent's state [H, K], at the entry in `before` [n, rows], and keeps
+// its own at the entry in `after`. H and K are multiples of LANES.
 template <typename num>
 static void recurrence(int64_t rows, int64_t n, int64_t H, int64_t K, int64_t threads, const int64_t *before,
                        const int64_t *after, const num *x, const num *dt, const num *B, const num *C,
