@@ -108,10 +108,9 @@ def replayed_fill(
     lm: LM, seqs: Sequences, span: range, from_root: bool, taps: tuple[int, ...] = ()
 ) -> Tensor | None:
     """`fill` by a CUDA graph: the tapped hidden states [B, len(span), taps*E], or None. Passes are
-    padded on the right to one of a few sizes, so that few graphs are captured. Refused are large
-    passes, models with states, and windows of rows that begin in the midst of a batch: a server has
-    many rows, each would need graphs of its own, and it reads prompts in its last row instead
-    (`EngineRows.desk`)."""
+    padded on the right to a few sizes, each a graph. Refused are large passes, models with states,
+    and rows between the first and the last: a server has many, each would need graphs of its own,
+    and it reads prompts in its last row instead (`EngineRows.desk`)."""
     B, n = len(seqs.tokens), padded(len(span))
     assert lm.cache is not None
     one_of_many = 0 < seqs.first < lm.cache.batch - 1

@@ -390,10 +390,9 @@ def fastest_agreeing(
     reference: Tensor,
     **inputs: Tensor,
 ) -> tuple[Net | None, str]:
-    """The fastest of `nets`, which are in order of speed: the last one before the first whose
-    logits of tokens [1, n] are not the `reference` [1, n, V], up to rounding; None if already the
-    first one's are not. And in words, why the next one was not taken, or an empty string. `inputs`:
-    passed to the networks. Raises what says that memory ran out."""
+    """The fastest of `nets`, which are in order of speed, of those before the first whose logits of
+    tokens [1, n] differ from `reference` [1, n, V] by more than rounding, or None; and in words,
+    why the next one was not taken. `inputs` are passed on. Raises what says that memory ran out."""
     best: Net | None = None
     for net in nets:
         try:

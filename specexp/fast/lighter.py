@@ -156,9 +156,8 @@ class Table:
     """Replaces, in a twin, transformers' table of attention functions; `attention` runs instead.
     `off`: the library's functions are used after all, under masks. `infos`: for each layer, what
     `attention` needs to know of the pass that is running. `masked`: some pass had to make a mask,
-    because the reference of `attention` ran.
-
-    A call raises NotImplementedError if the layer gives it a bias or a choice of keys."""
+    because the reference of `attention` ran. A call raises NotImplementedError if a layer adds a
+    bias to scores or chooses keys itself."""
 
     def __init__(self) -> None:
         self.infos: list[AttentionInfo] = []

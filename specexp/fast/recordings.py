@@ -36,8 +36,7 @@ MAX_RECORDINGS = 64  # recordings kept; the least recently used is dropped first
 
 
 class Refused(Exception):
-    """A function cannot be recorded, and its work is still to be done; the message, one line, says
-    why."""
+    """A function cannot be recorded, and has done nothing; the message, one line, says why."""
 
 
 @dataclass

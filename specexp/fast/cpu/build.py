@@ -65,9 +65,8 @@ class CompiledCall(NamedTuple):
 
 
 class Function:
-    """A compiled function, called with numbers, tensors, and ctypes objects. Tensors are passed as
-    addresses, so the caller checks dtypes and strides. Returns False if the function refuses its
-    arguments. The code must hold a `CALLED` of this name (calls.h), else AttributeError."""
+    """A compiled function, called with numbers, tensors and ctypes objects. The caller checks
+    dtypes and strides, as tensors are passed by address. Returns False if the function fails."""
 
     def __init__(self, code: CDLL, name: str) -> None:
         self.code = code[f"call_{name}"]
@@ -127,8 +126,7 @@ def state() -> str:
 
 
 def uncompiled() -> list[Path]:
-    """The libraries that are still to be compiled; none if that was tried in this process, or is
-    not possible."""
+    """The libraries still to be compiled; none if that was tried in this process or cannot be."""
     if off() or compiler() is None or _loaded.cache_info().currsize:
         return []
     return [file for x in FILES if not (file := _file(FOLDER / f"{x}.cpp")).exists()]

@@ -220,7 +220,7 @@ static void shift(int64_t rows, int64_t n, int64_t C, int64_t down, int64_t righ
 }
 
 // Walk.recurrence. x, z, out [rows, n, H]; dt [rows, H, n]; A [H, K]; B, C [rows, n, K]; D and bias
-// [H]. A token goes on from its parent's state [H, K], at the entry in `before` [n, rows], and keeps
+// [H]. A token goes on from its parent's state [H, K], at the entry in `before` [n, rows]. It keeps
 // its own at the entry in `after`. H and K are multiples of LANES.
 template <typename num>
 static void recurrence(int64_t rows, int64_t n, int64_t H, int64_t K, int64_t threads, const int64_t *before,
