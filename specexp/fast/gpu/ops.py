@@ -1,4 +1,10 @@
-"""The kernels of a GPU: captured rounds, joined matrices, and Triton's kernels where it is."""
+"""The kernels of a GPU: CUDA graphs, fused passes and, where Triton runs, its kernels.
+
+The references in torch take a launch for each of their operations, and a launch takes longer than
+the work of a small one. A kernel has the arguments of its operation, whose docstring says what it
+computes, and returns NotImplemented for inputs that it cannot read. If Triton or the GPU cannot run
+the kernels, a warning says why and the references run.
+"""
 
 import importlib.util
 import logging
@@ -29,7 +35,7 @@ log = logging.getLogger("specexp")
 
 
 def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the device of its first argument current: Triton launches there."""
+    """`run`, with the device of its first tensor current, because Triton launches there."""
     if torch.cuda.device_count() < 2:
         return run
 
@@ -43,14 +49,14 @@ def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def triton_runs() -> bool:
-    """Whether Triton's kernels run here, unless SPECEXP_NATIVE is off."""
+    """Whether Triton's kernels run here; False with SPECEXP_NATIVE=off."""
     return os.environ.get("SPECEXP_NATIVE") != "off" and _tried()
 
 
 @cache
 def _tried() -> bool:
-    """Whether the kernels of sampling run; if a GPU cannot run them, a warning says why. Those of
-    passes are tried when a model is loaded (fused.py)."""
+    """Whether the kernels of sampling run on this GPU, which are tried here; if not, a warning says
+    why. Those of passes are tried when a model is loaded (fused.py)."""
     if not kernels or not torch.cuda.is_available():
         return False
     try:
@@ -67,20 +73,20 @@ def _tried() -> bool:
         warm = SimpleNamespace(rule=rules.Reject(), sampling=Sampling(1.0), rng=noise)
         gpu_rules.judged(draft, SimpleNamespace(logits=logits), warm)
         torch.cuda.synchronize()
-    except Exception as e:  # a driver, a compiler or a card that it does not know
+    except Exception as e:  # for example, Triton does not know the driver, compiler or card
         log.warning(UNUSED, first_line(e))
         return False
     return True
 
 
-LEAST = 8, 0  # before it products spill registers, and bfloat16 is emulated
+LEAST = 8, 0  # compute capability; below it products spill registers, and bfloat16 is emulated
 UNUSED = "Triton's kernels are not used: %s"
 kernels: dict[Any, Any] = {}
 try:
     keep_triton()
     from specexp.fast.gpu import attention, laws, layers, paths, products, rows, sampling
     from specexp.fast.gpu import rules as gpu_rules
-except Exception as e:  # there is no Triton, or one that lacks what they use
+except Exception as e:  # there is no Triton, or it lacks what the kernels use
     if importlib.util.find_spec("triton") is not None:
         log.warning(UNUSED, first_line(e))
 else:
@@ -118,14 +124,14 @@ else:
 
 @kernel(lm.network, "cuda")
 def network(module: Any, name: str, vocab: int) -> lm.Network:
-    """The module's fused passes, or else lighter ones."""
+    """The module's fused passes; if there are none and Triton's kernels run, its lighter passes."""
     net = fused.network(module, name, vocab)
     known = net is not NotImplemented or not triton_runs()
     return net if known else lighter.network(module, name, vocab)
 
 
 def state() -> str:
-    """In words, which kernels run here."""
+    """In words, which kernels run on this GPU."""
     off = os.environ.get("SPECEXP_GRAPHS") == "off"
     kernels = "Triton's kernels" if triton_runs() else "no Triton"
     graphs = "no CUDA graphs (SPECEXP_GRAPHS=off)" if off else "CUDA graphs"
