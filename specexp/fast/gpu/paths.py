@@ -1,4 +1,8 @@
-"""The path that a round keeps of a tree of draft tokens, found by one program a row."""
+"""The accepted path of a tree of draft tokens, found by one program for each row.
+
+The reference is a dozen of torch's operations, each a launch. It runs where a tree has more nodes
+than one program can hold.
+"""
 
 import torch
 import triton
@@ -8,7 +12,7 @@ from torch import Tensor
 from specexp.fast.gpu.launches import dependent_launch, power_of_2, wait_for_previous
 from specexp.sequences import Draft, Verdict
 
-LARGEST = 128  # nodes of a tree that one program walks
+LARGEST = 128  # nodes of a tree that one program can hold
 
 
 @triton.jit
@@ -16,8 +20,9 @@ def accepted_path(
     good, depth, ancestors, row, depth_b, ancestors_b, N: tl.constexpr, WIDE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """How deep the good nodes [WIDE] reach from the root, the node where that ends, and the depths
-    [WIDE] of the nodes on the path to it, -1 of others. WHOLE: a good node's prefix is good."""
+    """The deepest path from the root whose nodes are all `good` [WIDE]: its depth, its last node,
+    and the depths [WIDE] of the nodes on it, -1 for all others. WHOLE: good nodes are known to have
+    good ancestors."""
     node = tl.arange(0, WIDE)
     table = ancestors + row * ancestors_b
     reached = good | (node == 0)
@@ -34,7 +39,7 @@ def accepted_path(
 
 @triton.jit
 def at_depth(route, level, WIDE: tl.constexpr):
-    """The nodes at these depths of a path (`accepted_path`)."""
+    """The nodes at depths `level` of the path `route` (`accepted_path`); 0 where there is none."""
     at = route[None, :] == level[:, None]
     return tl.sum(tl.where(at, tl.arange(0, WIDE)[None, :], 0), 1)
 
@@ -45,8 +50,8 @@ def follow_kernel(
     D: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr, FIRST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """rules.follow, the path along draft tokens that equal the sample [B, N] at their parents; with
-    FIRST, of equal siblings along the first. A program owns a row."""
+    """rules.follow: the path along draft tokens that equal the sample [B, N] at their parents. With
+    FIRST, only the first of equal siblings may be on it. A program owns a row."""
     wait_for_previous(DEPENDENT)
     row, node, level = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, LEVELS)
     real = node < N
@@ -64,19 +69,19 @@ def follow_kernel(
 
 
 def shared(x: Tensor) -> int:
-    """The stride between the trees [b, ...] of rows: 0 if all have the same."""
+    """The stride between the trees of rows, x [b, ...]; 0 if b is 1 and all rows share one."""
     return x.stride(0) if len(x) > 1 else 0
 
 
 def walkable(draft: Draft) -> bool:
-    """Whether one program can find a path in this tree."""
+    """Whether one program can find a path in this draft's tree."""
     nodes, N = draft.nodes, draft.tokens.shape[1]
     parts = nodes.parents, nodes.depth, nodes.ancestors, nodes.children
     return N <= LARGEST and all(x.is_contiguous() for x in parts)
 
 
 def empty_verdict(draft: Draft) -> Verdict:
-    """Room for a verdict on this draft."""
+    """A verdict on this draft whose tensors are still to be written."""
     B, D = len(draft.tokens), draft.nodes.deepest + 1
     path, new = (draft.tokens.new_empty(B, D) for _ in range(2))
     return Verdict(path, draft.tokens.new_empty(B), new)
