@@ -1,7 +1,8 @@
-"""Products of a few rows with a matrix of weights: as fast as the weights can be read.
+"""Products of a few rows with a matrix of weights, which take as long as reading the weights.
 
-A matrix with few outputs is split along its depth, too, so that the whole GPU reads it. The last
-program of a block of outputs sums the parts, or the kernel that adds the residual and norms it.
+So the whole GPU has to read at once: a matrix with few outputs is split along its depth, too, into
+shares whose products are parts of the sums. The last program of a block of outputs adds the parts
+up, or the kernel that adds the residual and norms it. For more rows torch's product is faster.
 """
 
 from typing import Any
@@ -16,9 +17,9 @@ from specexp.fast.gpu.launches import blocks_of, dependent_launch, wait_for_prev
 from specexp.fast.gpu.laws import counters, is_last
 from specexp.fast.gpu.layers import KINDS, can_add_norm, launch_add_norm
 
-FEW = 16  # rows: the least that tl.dot multiplies
+FEW = 16  # rows at most; tl.dot multiplies no fewer
 FILLED = 512  # programs that keep a large GPU busy
-DEEP = 256  # a share is a multiple of so many numbers
+DEEP = 256  # the depth of a share is a multiple of this
 
 
 @triton.jit
@@ -28,9 +29,8 @@ def product_kernel(
     BIAS: tl.constexpr, SUMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """lm.product of few rows. A program owns BLOCK outputs over one share of the depth: it reads x
-    [n, DEEP] and its part of weight [E, DEEP], and writes parts [shares, n, E]; if it SUMS them,
-    the last program of a block writes out [n, E]. So few rows take as long as reading the weights,
-    which enough programs do at once."""
+    [n, DEEP] and its part of weight [E, DEEP], and writes to parts [shares, n, E]. With SUMS, the
+    last program of a block adds these up and writes out [n, E]."""
     row, e, begins = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.program_id(1) * SHARE
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = weight + tl.minimum(column, E - 1).to(tl.int64) * DEEP + begins
@@ -63,8 +63,8 @@ def product_kernel(
 def launch_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, parts: Tensor, out: Tensor | None, block: int
 ) -> None:
-    """x [n, depth] times weight [E, depth], to parts [shares of the depth, n, E], or to out [n, E]
-    all of them."""
+    """Write x [n, depth] times weight [E, depth], plus bias [E], to out [n, E], by way of parts
+    [shares of the depth, n, E]; without `out`, the parts alone. block: outputs of a program."""
     (shares, n, E), depth = parts.shape, x.shape[1]
     blocks, sums = blocks_of(block, E), out is not None
     product_kernel[blocks, shares](
@@ -75,15 +75,15 @@ def launch_product(
 
 
 def tile(x: Tensor) -> dict[str, Any]:
-    """Sizes that both product kernels share, and their launch's options."""
+    """The sizes and launch options that both product kernels share."""
     narrow = x.dtype.itemsize == 2
     sizes = {"ROWS": FEW, "DEPTH": 128 if narrow else 64, "num_stages": 4 if narrow else 3}
     return sizes | dependent_launch(x)
 
 
 def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether x [..., depth] waits for the weights alone; of more rows torch's product is faster,
-    and these kernels have no gradient."""
+    """Whether the kernels multiply x [..., depth] by this weight: x has at most FEW rows, no
+    gradient is wanted, and dtypes and strides are those that the kernels read."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous()
@@ -125,7 +125,7 @@ def product_add_norm(
 
 
 def shares(E: int, depth: int) -> int:
-    """Into how many equal shares the depth of a matrix is split."""
+    """Into how many equal shares the depth of a matrix [E, depth] is split: at most 8."""
     most = min(8, FILLED // blocks_of(32, E))
     return next((n for n in range(most, 1, -1) if depth % (n * DEEP) == 0), 1)
 
@@ -135,9 +135,9 @@ def product_swiglu_kernel(
     x, weight, bias, out, n, stride, E: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """fused.product_swiglu of few rows. A program owns BLOCK columns: it reads x [n, E] and its
-    gates and ups of weight [2 * HIDDEN, E], and writes out [n, HIDDEN]; the reference writes and
-    reads both products in between."""
+    """fused.product_swiglu of few rows. A program owns BLOCK columns of out [n, HIDDEN]: it reads x
+    [n, E] and the gates and ups of these columns in weight [2 * HIDDEN, E]. The reference writes
+    and reads both products in between."""
     row, e = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     near = weight + tl.minimum(column, HIDDEN - 1).to(tl.int64) * E
