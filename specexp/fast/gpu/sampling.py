@@ -1,12 +1,13 @@
-"""Draws from a distribution, which may be known by logits alone.
+"""Draws from a distribution, which may be given by logits alone; the largest of a row, and ranks.
 
-The noise is that of `Noise`: uniforms to the bit, arrival times to a few last places. A program
-owns a block of a row [rows, V], so that one row keeps a GPU busy too, and puts the block's best to
-`bests` [rows, COUNT, 2]; the last one of a row to finish takes the best of these. Of equals the
-lowest token wins, as in the references. Those write noise for all tokens; here none is written.
+The references write the noise of all tokens, and read it again; here none is written. It is that of
+`Noise`: uniforms are equal to the bit, arrival times up to a few units in the last place. A program
+owns a block of a row [rows, V], so that even one row keeps a GPU busy, and writes the block's best
+to `bests` [rows, COUNT, 2]. The last program of a row to finish takes the best of these. Among
+equals the lowest token wins, as in the references.
 
-The K largest lie in the K groups of tokens whose own largest are the largest. So of each group only
-that is written, and the last program of a row reads the tokens of K groups again.
+The K largest lie in the K groups of tokens whose maxima are largest. So a program writes only the
+maximum of each group, and the last program of a row reads the tokens of K groups again.
 """
 
 import torch
@@ -30,8 +31,8 @@ from specexp.fast.gpu.laws import (
 from specexp.sampling import TOKEN, Noise, Sampling
 
 GROUP = 128  # tokens
-MOST = 32  # tokens that one program ranks
-NONE = tl.constexpr(-0x80000000)  # is below every `order`
+MOST = 32  # the largest k of `ranked`
+NONE = tl.constexpr(-0x80000000)  # below the `order` of every number
 GOLDEN, M1, M2 = (tl.constexpr(x) for x in (sampling._GOLDEN, sampling._M1, sampling._M2))
 
 
@@ -52,9 +53,9 @@ def uniform(key, salt, lane):
 
 @triton.jit
 def arrival(key, salt, lane):
-    """-log(1 - u) of a uniform u, to about two last places: 1 - u = 2**k (1 + r) from 2**k / sqrt 2
-    to 2**k sqrt 2, and log(1 + r) is the polynomial of Cephes' logf (Moshier 1992). The hardware's
-    own logarithm is wrong in the fourth place of what matters most: early arrivals."""
+    """-log(1 - u) of a uniform u, to about two units in the last place. 1 - u is 2**k (1 + r), with
+    1 + r from 1 / sqrt 2 to sqrt 2, and log(1 + r) the polynomial of Cephes' logf (Moshier 1992).
+    The hardware's logarithm is off in the fourth digit of early arrivals, which matter most."""
     u = tl.minimum(uniform(key, salt, lane), 0.99999994)  # 1 - 2**-24
     k = ((1 - u).to(tl.int32, bitcast=True) - 0x3F3504F3) >> 23  # 0x3F3504F3: 1 / sqrt 2
     shrink = ((127 - k) << 23).to(tl.float32, bitcast=True)  # 2**-k
@@ -69,7 +70,7 @@ def arrival(key, salt, lane):
 
 @triton.jit
 def race_kernel(w, keys, out, salt, n, keys_b, keys_n, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Noise.race: out [rows, V] = w / arrival times."""
+    """Noise.race: out [rows, V] = w [rows, V] / arrival times, by keys [rows / n, n]."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + row // n * keys_b + row % n * keys_n)
@@ -79,15 +80,15 @@ def race_kernel(w, keys, out, salt, n, keys_b, keys_n, V: tl.constexpr, BLOCK: t
 
 @triton.jit
 def best_of(value, token):
-    """The largest value and its token, the lowest of equals."""
+    """The largest value and its token, the lowest among equals."""
     most = tl.max(value, 0)
     return most, tl.min(tl.where(value == most, token, 0x7FFFFFFF), 0)
 
 
 @triton.jit
 def put_best(bests, block, value, token):
-    """Write the largest value of a block, and its token, to a row's `bests`; as an integer, whose
-    order is that of floats from 0 on."""
+    """Write the largest value of a block, and its token, to a row's `bests`. The value is written
+    as an integer of the same bits, which has the order of floats that are not negative."""
     most, winner = best_of(value, token)
     tl.store(bests + block * 2, most.to(tl.int32, bitcast=True))
     tl.store(bests + block * 2 + 1, winner)
@@ -95,14 +96,14 @@ def put_best(bests, block, value, token):
 
 @triton.jit
 def put_none(bests, block):
-    """`put_best` of a block that has no token to offer."""
+    """`put_best` for a block in which no token has a chance."""
     tl.store(bests + block * 2, -0x80000000)
     tl.store(bests + block * 2 + 1, 0)
 
 
 @triton.jit
 def best_put(bests, blocks, ROOM: tl.constexpr):
-    """The largest value that the programs of a row have put, and its token."""
+    """The largest value that the programs of a row have written, and its token."""
     block = tl.arange(0, ROOM)
     most = tl.load(bests + block * 2, block < blocks, -0x80000000, cache_modifier=".cg")
     return best_of(most, tl.load(bests + block * 2 + 1, block < blocks, 0, cache_modifier=".cg"))
@@ -111,7 +112,7 @@ def best_put(bests, blocks, ROOM: tl.constexpr):
 @triton.jit
 def order(x):
     """float32 x as int32 in the same order; a NaN is above all."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0: there are two zeros
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # + 0.0 makes -0 a 0
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
@@ -121,8 +122,8 @@ def draw_kernel(
     V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
     BY_LOGITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Noise.categorical: to out [rows], a token of every row by its weights w [rows, V]; BY_LOGITS,
-    by logits w and their `laws`; any of the vocabulary if those are NaN."""
+    """Noise.categorical: writes to out [rows] a token drawn by the weights w [rows, V] of each row.
+    BY_LOGITS: w are logits, drawn by their `laws` (laws.py). If weights are NaN, any token."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bests += row * COUNT * 2
@@ -134,7 +135,7 @@ def draw_kernel(
     else:
         token = block * BLOCK + tl.arange(0, BLOCK)
         its = tl.load(w + row * stride + token, token < V, other=0.0).to(tl.float32)
-        if BY_LOGITS:  # p but for its scale
+        if BY_LOGITS:  # to what p is proportional
             its = weight(its, token, laws + row * (4 + COUNT), scale)
         key = tl.load(keys + row // n * keys_b + row % n * keys_n)
         put_best(bests, block, tl.where(token < V, its / arrival(key, salt, token), -1.0), token)
@@ -148,7 +149,7 @@ def likeliest_kernel(
     w, bests, out, ended, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     ROOM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """sampling.likeliest: to out [rows], the token with the largest w of every row."""
+    """sampling.likeliest: writes to out [rows] the token with the largest w [rows, V]."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -161,7 +162,7 @@ def likeliest_kernel(
 
 @triton.jit
 def race_order(w, token, key, salt, V: tl.constexpr, RACE: tl.constexpr):
-    """The `order` of tokens by w [V], or with RACE by Noise.race of it; NONE beyond V."""
+    """The `order` of w [V] at these tokens or, with RACE, of its Noise.race; NONE beyond V."""
     x = tl.load(w + token, token < V, other=0.0).to(tl.float32)
     if RACE:
         x = x / arrival(key, salt, token)
@@ -170,8 +171,8 @@ def race_order(w, token, key, salt, V: tl.constexpr, RACE: tl.constexpr):
 
 @triton.jit
 def ranked_of(value, index, count: tl.constexpr, WIDE: tl.constexpr):
-    """The indices [WIDE] of the `count` largest values, of equals the lowest first; then 0. An
-    index may occur twice."""
+    """The indices [WIDE] of the `count` largest values, the largest first and the lowest first
+    among equals; then 0. `index` may hold a number twice, which is returned once."""
     pairs = (value.to(tl.int64) << 32) + (0x7FFFFFFF - index)
     rank, last = tl.arange(0, WIDE), tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     found = tl.zeros([WIDE], tl.int64)
@@ -187,9 +188,9 @@ def ranked_kernel(
     COUNT: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     K: tl.constexpr, WIDE: tl.constexpr, RACE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """sampling.ranked of w [rows, V], or with RACE Noise.draw, to out [rows, K]. A program owns
-    GROUPS groups, of which it puts the largest `order` to `tops` [rows, COUNT * GROUPS]. WIDE: K
-    up to a power of two."""
+    """sampling.ranked of w [rows, V] or, with RACE, Noise.draw, written to out [rows, K]. A program
+    owns GROUPS groups, and writes the largest `order` of each to tops [rows, COUNT * GROUPS].
+    WIDE: K rounded up to a power of two."""
     wait_for_previous(DEPENDENT)
     row, key = tl.program_id(0).to(tl.int64), 0
     if RACE:
@@ -214,13 +215,13 @@ def floats(*weights: Tensor) -> bool:
 
 
 def drawable(noise: Noise, w: Tensor, keys: Tensor) -> bool:
-    """Whether the kernels draw by weights w [..., V], of keys [n] or [B, n]."""
+    """Whether the kernels draw by weights w [..., V] with this noise and keys [n] or [B, n]."""
     one_each = w.shape[:-1] == keys.shape and keys.dim() in (1, 2)
     return type(noise) is Noise and floats(w) and one_each
 
 
 def key_layout(keys: Tensor) -> tuple[int, int, int]:
-    """n, and both strides, of keys [n] or [B, n]."""
+    """n and the two strides of keys [n] or [B, n]."""
     return keys.shape[-1], keys.stride(0) if keys.dim() > 1 else 0, keys.stride(-1)
 
 
@@ -248,7 +249,7 @@ def draw_few(self: Noise, w: Tensor, k: int, keys: Tensor) -> Tensor:
 
 
 def rank(w: Tensor, k: int, keys: Tensor | None, salt: int) -> Tensor:
-    """The k largest of w, or with keys of its race."""
+    """The k largest of w [..., V], int64 [..., k]; with keys, those of its race."""
     if not 1 < k <= min(w.shape[-1], MOST):
         return NotImplemented
     tokens = torch.empty(*w.shape[:-1], k, dtype=torch.int64, device=w.device)
@@ -285,7 +286,7 @@ def categorical(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
 def draw(
     noise: Noise, w: Tensor, laws: Tensor | None, sampling: Sampling, keys: Tensor, purpose: int
 ) -> Tensor:
-    """Tokens by weights w, or by logits w [..., V] and their laws."""
+    """Tokens like keys, int64, drawn by weights w [..., V], or by logits w and their `laws`."""
     rows = keys.numel()
     tile = by_blocks(w)
     bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
