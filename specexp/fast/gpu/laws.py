@@ -1,14 +1,14 @@
-"""From logits to a distribution, which is not written where it is only read.
+"""From logits to a distribution p, which is not written where it would only be read again.
 
-A program owns a block of a row of logits [rows, V], or a few, and the last program of a row to
-finish combines what all have found. So one row, too, keeps a GPU busy, and a pass is one launch.
-
-`laws` [rows, 4 + blocks] has what it takes to compute any p of a row from its logits x:
-    0  the largest logit; a token's weight is 2**((x - it) * scale), 1 at the top
+The reference writes p several times, and sorts the vocabulary for top-p. Here a program owns one
+block or a few of a row of logits [rows, V], so that even one row keeps a GPU busy, and the last
+program of a row to finish combines what all have found. The result, `laws` [rows, 4 + blocks], is
+all that it takes to compute any p of a row from its logits x:
+    0  the largest logit; a token's exponent is (x - largest) * scale, its weight 2 ** exponent
     1  the least exponent that is kept; 2: the last token kept of those that have it (integer bits)
     3  1 / the sum of the weights that are kept
-    4- the largest logit of every block, by which blocks with p = 0 are skipped
-The reference sorts the vocabulary; here the least exponent is found digit by digit.
+    4- the largest logit of each block, by which blocks with p = 0 are skipped
+The least exponent is found digit by digit. Temperature 0 and float64 are left to the reference.
 """
 
 from functools import cache
@@ -25,19 +25,19 @@ from specexp.sampling import Sampling
 
 BLOCK = 1024  # tokens
 MANY = 64  # rows that keep a large GPU busy, even if a program takes several blocks
-BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 20}  # of a float32 that is one of it
+BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 20}  # leading bits used as float32
 
 
 @triton.jit
 def positive_or_one(x):
-    """x, or 1 where it is not positive: something to divide by."""
+    """x, or 1 where it is not positive, so that it can be divided by."""
     return tl.where(x > 0, x, 1.0)
 
 
 @triton.jit
 def is_last(ended, row, programs):
-    """Whether this is the last program of a row to come here; then all that they wrote is there."""
-    tl.debug_barrier()  # all of this program has written before it says so
+    """Whether this is the last of a row's `programs` to come here; then all they wrote is there."""
+    tl.debug_barrier()  # all threads of this program have written before it is counted
     last = tl.atomic_add(ended + row, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(ended + row, 0)  # for the next launch
@@ -46,7 +46,7 @@ def is_last(ended, row, programs):
 
 @triton.jit
 def weight(x, token, law, scale):
-    """The weights of logits x by a row's law, 0 where they are cut off. That of a NaN is NaN."""
+    """The weights of tokens with logits x by a row of `laws`; 0 if cut off, NaN if x is NaN."""
     x = (x - tl.load(law)) * scale
     least, last = tl.load(law + 1), tl.load(law + 2).to(tl.int32, bitcast=True)
     return tl.where((x < least) | ((x == least) & (token > last)), 0.0, tl.exp2(x))
@@ -54,7 +54,7 @@ def weight(x, token, law, scale):
 
 @triton.jit
 def probability(logits, laws, row, token, real, stride, scale, COUNT: tl.constexpr):
-    """p of tokens, one or many, by a row's logits and `laws`; 0 or NaN where not `real`."""
+    """p of one or many tokens, by a row's logits and `laws`; 0 or NaN where not `real`."""
     law = laws + row * (4 + COUNT)
     x = tl.load(logits + row * stride + token, real, other=-float("inf")).to(tl.float32)
     return weight(x, token, law, scale) * tl.load(law + 3)
@@ -70,9 +70,9 @@ def all_zero(laws, row, block, scale, COUNT: tl.constexpr):
 
 @triton.jit
 def rank(x, BITS: tl.constexpr):
-    """x as unsigned integers of BITS bits, in the same order; a NaN is above all. The other bits of
-    x must be 0, as of what was bfloat16 or float16."""
-    x = tl.where(x != x, float("inf"), x + 0.0)  # + 0.0: there are two zeros
+    """float32 x as unsigned integers of BITS bits, in the same order; a NaN counts as infinity. All
+    further bits of x must be 0, as in numbers that were bfloat16 or float16."""
+    x = tl.where(x != x, float("inf"), x + 0.0)  # + 0.0 makes -0 a 0
     bits = x.to(tl.uint32, bitcast=True)
     return (bits ^ tl.where(bits >> 31 == 1, 0xFFFFFFFF, 0x80000000).to(tl.uint32)) >> 32 - BITS
 
@@ -91,8 +91,8 @@ def unfiltered_kernel(
     logits, laws, sums, ended, scale, stride, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The `laws` without top-k, top-p and min-p. A program owns PART blocks of a row; sums [rows,
-    COUNT]: of each block's weights."""
+    """The `laws` without top-k, top-p and min-p. A program owns PART blocks of a row. sums [rows,
+    COUNT]: of the weights of each block, relative to its own largest logit."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     law, sums = laws + row * (4 + COUNT), sums + row * COUNT
@@ -102,7 +102,7 @@ def unfiltered_kernel(
     most = tl.max(x, 1)
     level = tl.where(most == -float("inf"), 0.0, most)
     total = tl.sum(tl.exp2((x - level[:, None]) * scale), 1)
-    most = tl.where(total == total, most, float("nan"))  # that of a block with a NaN
+    most = tl.where(total == total, most, float("nan"))  # a NaN makes the row's p NaN
     tl.store(law + 4 + block, most, block < COUNT)
     tl.store(sums + block, total, block < COUNT)
     if is_last(ended, row, tl.num_programs(1)):
@@ -123,10 +123,11 @@ def narrow_kernel(
     DIGIT: tl.constexpr, DIGITS: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One digit of the rank of the largest logit such that top-k's `enough` logits are not below
-    it; with MASS, such that those have top-p's share of all weights, or of what top-k kept (CUT).
-    It is added to those above `shift` in `found` [rows]; the last one makes it the least of `laws`.
-    sums [rows, COUNT, DIGITS]: what of each block is not below each value of the digit."""
+    """Find one digit of the bound of top-k: the `rank` of the largest logit such that `enough`
+    logits are not below it. With MASS, the bound of top-p: such that the logits not below it have
+    the share `enough` of all weights or, if CUT, of those that top-k kept. The digit, which begins
+    at bit `shift`, is added to `found` [rows]; the last one turns it into the least exponent of
+    `laws`. sums [rows, COUNT, DIGITS]: how much of a block is not below each value of the digit."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, digit = laws + row * (4 + COUNT), tl.arange(0, DIGITS)
@@ -174,10 +175,10 @@ def ties_kernel(
     logits, laws, sums, ended, scale, floor, stride, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr, MASS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The rest of `laws` once top-k and top-p have found the least exponent: the last token kept
-    (by MASS, of top-p, or all) of those that have it, min-p's `floor` if it is above, and the sum.
-    sums [rows, COUNT, 3]: of each block the weights above the least, those of them not below the
-    floor, and how many tokens are equal to the least."""
+    """The rest of `laws`, once top-k and top-p have found the least exponent: the last token kept
+    of those that have it (with MASS, as many as top-p needs, else all), min-p's `floor` if that is
+    higher, and the sum. sums [rows, COUNT, 3]: the weights of each block above the least exponent,
+    those of them not below the floor, and how many tokens have the least exponent."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, sums = laws + row * (4 + COUNT), sums + row * COUNT * 3
@@ -206,7 +207,7 @@ def ties_kernel(
             enough = tl.load(law + 3)
         before = tl.cumsum(many, 0) - many
         keeps = (many > 0) & (more + before.to(tl.float32) * each < enough)
-        end = tl.max(tl.where(keeps, blocks, 0), 0)  # the block with the last that is kept
+        end = tl.max(tl.where(keeps, blocks, 0), 0)  # the block of the last token that is kept
         there = end * BLOCK + at
         y = tl.load(logits + row * stride + there, there < V, other=-float("inf"))
         y = (y.to(tl.float32) - top) * scale
@@ -226,7 +227,7 @@ def law_kernel(
     logits, laws, p, scale, stride, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Sampling.law: p [rows, V] by `laws`."""
+    """Sampling.law: writes p [rows, V], float32, of logits [rows, V] by their `laws`."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -239,7 +240,7 @@ def law_kernel(
 
 
 def by_blocks(w: Tensor, times: int = 1) -> dict[str, Any]:
-    """How a kernel reads rows w [..., V]: in COUNT blocks, `times` as large as usual."""
+    """The sizes and options of a kernel that reads w [..., V] in COUNT blocks of `times` BLOCK."""
     V = w.shape[-1]
     block = min(times * BLOCK, power_of_2(V))
     count = blocks_of(block, V)
@@ -248,7 +249,7 @@ def by_blocks(w: Tensor, times: int = 1) -> dict[str, Any]:
 
 
 def counters(device: torch.device, rows: int) -> Tensor:
-    """For `is_last`: how many programs of each row have ended; 0 between launches of a stream."""
+    """How many programs of each row have ended, for `is_last`; 0 between launches on a stream."""
     return zeros(device, power_of_2(rows))
 
 
@@ -258,12 +259,12 @@ def zeros(device: torch.device, count: int) -> Tensor:
 
 
 def logit_scale(sampling: Sampling) -> float:
-    """By what differences of logits are multiplied to be exponents of 2."""
+    """The factor that turns differences of logits into exponents of 2."""
     return log2(e) / sampling.temperature
 
 
 def laws_of(sampling: Sampling, logits: Tensor) -> Tensor | None:
-    """The `laws` (above) of logits [rows, V]; None if the kernels cannot read them."""
+    """The `laws` of logits [rows, V] (see above); None if the kernels cannot compute them."""
     warm = sampling.temperature > 0 and logits.stride(1) == 1
     if not warm or logits.dtype not in BITS or not logits.numel():
         return None
@@ -294,7 +295,6 @@ def laws_of(sampling: Sampling, logits: Tensor) -> Tensor | None:
 
 
 def law(self: Sampling, logits: Tensor) -> Tensor:
-    """Logits of 16 bits are widened as they are read."""
     rows = logits.reshape(-1, logits.shape[-1])
     if (laws := laws_of(self, rows)) is None:
         return NotImplemented
