@@ -1,8 +1,8 @@
 """What a decoder layer does between its matrix products and attention, one kernel each.
 
-They are faster than their references in fused.py and lighter.py, which take two to ten launches
-each, of two microseconds whatever their size. Numbers are float32 inside and rounded once, when
-written.
+The references in fused.py and lighter.py take two to ten launches each, of two microseconds
+whatever their size. A kernel computes in float32 and rounds once, when it writes. Rows too wide for
+one program, and other dtypes than KINDS, are left to the references.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from specexp.fast.gpu.launches import blocks_of, dependent_launch, power_of_2, w
 from specexp.fast.lighter import epsilon
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 16384  # numbers of a row that one program holds
+WIDEST = 16384  # numbers of the widest row that a norm takes: one program holds it
 
 
 @triton.jit
@@ -26,15 +26,15 @@ def rotate_kernel(
     k_b, k_h, k_s, v_b, v_h, v_s, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     WIDE: tl.constexpr, NORMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """fused.rotate_and_store. A program owns one head of one token: it reads it in qkv [B * n,
-    (H + 2K) D], and writes its query to q [B, H, n, D], or its key or value to its place. cos, sin
-    [B * n, D]. WIDE: D up to a power of two."""
+    """fused.rotate_and_store. A program owns one head of one token: it reads the head in qkv
+    [B * n, (H + 2K) D], and writes a query to q [B, H, n, D], a key or value to its place in the
+    cache. cos, sin: [B * n, D]. WIDE: D rounded up to a power of two."""
     wait_for_previous(DEPENDENT)
     at, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, token = at // n, at % n
     d = tl.arange(0, WIDE)
     real = d < D
-    other = (d + D // 2) % D  # the half of the head that is mixed into this one
+    other = (d + D // 2) % D  # the other number of each pair
     here = qkv + at * qkv_r + head * D
     x = tl.load(here + d, real, other=0.0).to(tl.float32)
     if head < H + K:
@@ -86,7 +86,7 @@ def add_norm_kernel(
     PARTS: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """fused.add_norm. A program owns one row of x [rows, E]: it writes x + y to `total`, and the
-    norm of that to `normed`. PARTS: y is [PARTS, rows, E], to be summed first; 0: it is like x."""
+    norm of that to `normed`. PARTS: y is [PARTS, rows, E], and summed first; 0: y is [rows, E]."""
     row, e = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     real = e < E
     scale = tl.load(weight + e, real, other=0.0).to(tl.float32)
@@ -98,11 +98,11 @@ def add_norm_kernel(
             more += tl.load(y + part * tl.num_programs(0) * E + at, real, other=0.0)
         if BIAS:
             more += tl.load(bias + e, real, other=0.0).to(tl.float32)
-        more = more.to(total.dtype.element_ty).to(tl.float32)  # as a product is written
+        more = more.to(total.dtype.element_ty).to(tl.float32)  # rounded like a product's result
     else:
         more = tl.load(y + at, real, other=0.0).to(tl.float32)
     z = tl.load(x + at, real, other=0.0).to(tl.float32) + more
-    z = z.to(total.dtype.element_ty)  # what is normed is the sum as it is written
+    z = z.to(total.dtype.element_ty)  # the norm is that of the rounded sum
     tl.store(total + at, z, real)
     z = z.to(tl.float32)
     z = z * tl.rsqrt(tl.sum(z * z, 0) / E + eps) * scale
@@ -124,7 +124,7 @@ def can_add_norm(x: Tensor, norm: Norm) -> bool:
 def launch_add_norm(
     x: Tensor, y: Tensor, bias: Tensor | None, norm: Norm, parts: int
 ) -> tuple[Tensor, Tensor]:
-    """`add_norm` of x [rows, E] and y, in so many parts."""
+    """`add_norm` of x [rows, E] and y [parts, rows, E] plus bias; with parts = 0, y [rows, E]."""
     total, normed, (rows, E) = torch.empty_like(x), torch.empty_like(x), x.shape
     wide = power_of_2(E)
     warps = max(1, min(16, wide // 512))  # about 16 numbers a thread
@@ -140,14 +140,14 @@ def gated_kernel(
     gate, up, out, stride, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """lighter.gated of rows of HIDDEN numbers, `stride` apart. A program owns BLOCK of a row's."""
+    """lighter.gated of rows [HIDDEN] that lie `stride` apart. A program owns BLOCK of a row."""
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < HIDDEN
     x = tl.load(gate + row * stride + at, real, other=0.0).to(tl.float32)
     y = tl.load(up + row * stride + at, real, other=0.0).to(tl.float32)
-    slope = 1.5957691216057308 * (x + 0.044715 * x * x * x) if TANH else x  # 2 sqrt(2 / pi)
+    slope = 1.5957691216057308 * (x + 0.044715 * x * x * x) if TANH else x  # 1.59..: 2 sqrt(2 / pi)
     y = x / (1 + tl.exp(-slope)) * y
     tl.store(out + row * HIDDEN + at, y.to(out.dtype.element_ty), real)
 
@@ -182,7 +182,7 @@ def rms_norm_kernel(
     x, weight, out, eps, above, n_1, n_2, x_0, x_1, x_2, out_0, out_1, out_2, E: tl.constexpr,
     WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """lighter.rms_norm of x [n_0, n_1, n_2, E], to out. A program owns one row."""
+    """lighter.rms_norm of x [n_0, n_1, n_2, E], written to out. A program owns one row [E]."""
     e, row = tl.arange(0, WIDE), tl.program_id(0).to(tl.int64)
     first, second, third = row // (n_1 * n_2), row // n_2 % n_1, row % n_2
     real = e < E
@@ -217,8 +217,8 @@ def turn_kernel(
     q, k, cos, sin, q_out, k_out, n, q_b, q_h, q_n, k_b, k_h, k_n, cos_b, cos_n, sin_b, sin_n,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """lighter.rotate of q [B, H, n, D] and k [B, K, n, D], to q_out and k_out. A program owns one
-    head of one token."""
+    """lighter.rotate of q [B, H, n, D] and k [B, K, n, D], written to q_out and k_out. A program
+    owns one head of one token."""
     wait_for_previous(DEPENDENT)
     at, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
     row, token, real, other = at // n, at % n, d < D, (d + D // 2) % D
