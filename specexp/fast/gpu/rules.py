@@ -1,14 +1,16 @@
 """Match, Reject and Block on chains and trees, by the target's logits: p is never written.
 
-All nodes are judged side by side: by Reject their children in turn, a launch for each rank, by
-Block their prefixes. Then the path is walked from the root, and the bonus token drawn at its end.
-The references write p and every residual; here a residual is known by its sum, and computed where
-it is read. A program owns a block of the vocabulary at a node, where nothing else is said.
+The references write p and every residual, each [B, N, V]. Here only the sum of a residual is kept,
+and its numbers are computed where they are read. All nodes are judged side by side: Reject tries
+their children in turn, with a launch for each rank, and Block judges their prefixes. Then the path
+is followed from the root, and the bonus token is drawn at its end. A program owns a block of the
+vocabulary at a node, except where a kernel says otherwise. Other rules, larger trees (paths.py) and
+logits that laws.py cannot read are left to the references.
 
-`notes` [B, N, K, 4] has what that takes, for each child of a node that was tried: 0: its token
-(integer bits; -1: none to try); 1: whether it was chosen, not drawn from q; 2, 3: the sums of the
-residual of p, and of what is left of q, once it was refused. Of Block the one note of a node is on
-the next one: token, chosen, and the weight of the prefix up to this node. `place`: a node of B * N.
+`notes` [B, N, K, 4] has for each child of a node: 0: its token (integer bits; -1: not tried); 1:
+whether it was chosen, not drawn from q; 2, 3: the sums of the residual of p, and of what is left of
+q, after it was rejected. For Block, a node's one note is on the node after it: token, chosen, and
+the weight of the prefix up to this node. `place`: the index of a node in [B * N].
 """
 
 from typing import Any
@@ -51,8 +53,8 @@ def quotient(w, whole, otherwise):
 
 @triton.jit
 def unscaled_residuals(p, q, token, note, share, lenience):
-    """The residual of share * p and what is left of q, neither normalised, at tokens once the child
-    of a note was refused; and the distribution that it was drawn from."""
+    """At these tokens, after the child of a note was rejected: the residual of share * p and what
+    is left of q, both not normalised; and the distribution that the child was drawn from."""
     x = tl.load(note).to(tl.int32, bitcast=True)
     drawn = tl.where(tl.load(note + 1) > 0, (token == x).to(tl.float32), q)
     return tl.maximum(share * p - lenience * drawn, 0.0), tl.where(token == x, 0.0, drawn), drawn
@@ -63,7 +65,7 @@ def residuals(
     logits, laws, q, notes, place, token, real, count, stride, scale, lenience, K: tl.constexpr,
     V: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """The residual of p, and what is left of q, after a node's first `count` children."""
+    """The residual of p and what is left of q after a node's first `count` children, normalised."""
     p = probability(logits, laws, place, token, real, stride, scale, COUNT)
     q_left = 0.0 * p
     if DRAWN:
@@ -79,7 +81,7 @@ def residuals(
 
 @triton.jit
 def last_tried(notes, count, K: tl.constexpr):
-    """The last of a node's first `count` children that was tried, or -1."""
+    """The rank of the last of a node's first `count` children that was tried, or -1."""
     last = -1
     for j in range(K):
         x = tl.load(notes + j * 4, j < count, other=-1.0, cache_modifier=".cg")
@@ -93,7 +95,8 @@ def sum_residuals(
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """To sums [B * N, COUNT, 2]: of a block of both residuals, once child `last` was refused."""
+    """Write to sums [B * N, COUNT, 2] a block's sums of the residual of share * p, and of what is
+    left of q, after child `last` was rejected."""
     block = tl.program_id(1)
     sums += (place * COUNT + block) * 2
     if all_zero(laws, place, block, scale, COUNT) & (not DRAWN):
@@ -127,8 +130,8 @@ def end_row(
     D: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A row's verdict but for the bonus token, once all its nodes are judged. To `ends` [B, 4]: the
-    depth of its path, the node where that ends, and the last child refused there, or -1."""
+    """A row's verdict but for the bonus token, once all its nodes are judged. Writes to ends [B, 4]
+    the depth of its path, the last node, and the rank of the last child rejected there, or -1."""
     node, level = tl.arange(0, WIDE), tl.arange(0, LEVELS)
     good = tl.load(ok + row * N + node, (node > 0) & (node < N), 0, cache_modifier=".cg") > 0
     n, stop, route = accepted_path(
@@ -152,9 +155,9 @@ def accept_child_kernel(
     LEVELS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     ROOM: tl.constexpr, DRAWN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """rules.Reject: to ok [B, N], whether a node's child of this rank is accepted, if none before
-    it was; and its note. All programs of a node sum what the child before leaves, the last judges.
-    """
+    """rules.Reject: writes to ok [B, N] whether a node's child of this rank is accepted, which is
+    tried if none before was accepted, and its note. All programs of a node sum what the child tried
+    before leaves, and the last one judges."""
     wait_for_previous(DEPENDENT)
     place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     row, node = place // N, place % N
@@ -178,7 +181,7 @@ def accept_child_kernel(
             whole, rest = sums_of(sums, place, COUNT, ROOM)
             tl.store(notes + last * 4 + 2, whole)
             tl.store(notes + last * 4 + 3, rest)
-            tl.debug_barrier()  # the note is read by all
+            tl.debug_barrier()  # all threads read the note
     if judges:
         px, qx = residuals(
             logits, laws, q, notes, place, x, x >= 0, rank, stride, scale, lenience, K, V, COUNT,
@@ -207,7 +210,7 @@ def prefix_weights_kernel(
     WIDE: tl.constexpr, V: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """rules.Block: the notes of a chain. A program owns a row, and reads at draft tokens alone."""
+    """rules.Block: writes a chain's notes. A program owns a row, and reads at draft tokens only."""
     wait_for_previous(DEPENDENT)
     row, node = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     place = row * N + node
@@ -234,7 +237,7 @@ def accept_prefix_kernel(
     WIDE: tl.constexpr, LEVELS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """rules.Block: to ok [B, N], whether the prefix that ends with a node is accepted."""
+    """rules.Block: writes to ok [B, N] whether the prefix that ends with a node passes."""
     wait_for_previous(DEPENDENT)
     place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     notes += place * 4
@@ -266,8 +269,8 @@ def race_residual(
     salt, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     DRAWN: tl.constexpr, REFUSED: tl.constexpr,
 ):  # fmt: skip
-    """`put_best` a block's best in the race for the residual at a node after its child `last` or,
-    if that is not to count as REFUSED, before it."""
+    """`put_best` of a block, in the race for the residual at a node after its child `last` was
+    rejected or, without REFUSED, before that."""
     token = block * BLOCK + tl.arange(0, BLOCK)
     real = token < V
     p, d = residuals(
@@ -287,8 +290,9 @@ def bonus_kernel(
     BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, DRAWN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A row's bonus token, to new [B, D]: of the residual at the end of its path or, if that is 0
-    everywhere, of the one before; any if p is NaN. A program owns a block of a row's vocabulary."""
+    """Write to new [B, D] a row's bonus token, drawn from the residual at the end of its path or,
+    if that is 0 everywhere, from the one before the last rejection. If p is NaN, any token. A
+    program owns a block of a row's vocabulary."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, stop = tl.load(ends + row * 4), tl.load(ends + row * 4 + 1)
@@ -305,7 +309,7 @@ def bonus_kernel(
         )  # fmt: skip
     if is_last(ended, row, COUNT):
         some, winner = best_put(bests, COUNT, ROOM)
-        if (last >= 0) & (some <= 0):  # rounding alone: p is nowhere above q, and x was refused
+        if (last >= 0) & (some <= 0):  # by rounding: x was rejected though p is nowhere above q
             for other in range(COUNT):
                 race_residual(
                     logits, laws, q, notes, bests, place, other, last, key, stride, scale,
@@ -325,7 +329,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     if type(rule) not in (Match, Reject, Block) or not walkable(draft):
         return NotImplemented
     if type(rule) is Block and nodes.deepest != N - 1:
-        return NotImplemented  # the reference says why
+        return NotImplemented  # the reference raises an error that says why
     if type(noise) is Certain and not sampling.temperature:
         return follow(draft, likeliest(logits), first=type(rule) is Reject)
     rows = logits.reshape(B * N, V)
