@@ -1,11 +1,11 @@
 """Attention over a static cache: a row's keys are read up to its length and no further.
 
-A pass has few queries and many keys, so each program takes all query heads of one key head, and the
-keys of a row are split among programs (Dao et al. 2023, Flash-Decoding); the last of them to finish
-combines the parts. How many slots a split has is computed on the device, from the row's length: the
-launch does not depend on it, so one graph serves every length. No mask is made: a chain is masked
-by its own slots, a tree from its root on by the table of its ancestors, and what lies before all
-windows is not read.
+The reference reads all S slots of the cache, and a mask. Here no mask is made: a chain is masked by
+its own slots, a tree from its root on by the table of its ancestors, and what lies before all
+windows is not read. A pass has few queries and many keys, so each program takes all query heads of
+one key head, and the keys of a row are split among programs (Dao et al. 2023, Flash-Decoding). The
+last of them to finish combines the parts. A split's size is computed on the device, from the row's
+length; the launch does not depend on it, so one graph serves every length.
 """
 
 import torch
@@ -23,8 +23,8 @@ from specexp.tree import Branches
 FILLED = 256  # programs that keep a large GPU busy
 SPLITS = 32  # at most
 LOG2E = 1.4426950408889634
-WIDEST = 512  # head that fits
-COMBINE_SLOTS = 0.5  # slots that can be read while one query's part of a split is written and read
+WIDEST = 512  # the largest head that fits
+COMBINE_SLOTS = 0.5  # slots read in the time in which a query's part of a split is written and read
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def combine_splits(
     parts, stats, to, d, share, span, sink, real, here, D: tl.constexpr, QUERIES: tl.constexpr,
     WIDE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The outputs [QUERIES, WIDE] over all splits that have slots."""
+    """The outputs [QUERIES, WIDE] of all splits that have slots, combined."""
     part = tl.arange(0, SPLITS)
     at = stats + (to[:, None] * SPLITS + part[None, :]) * 2
     wrote = real[:, None] & (part * share < span)[None, :]
@@ -61,8 +61,9 @@ def attend(
     table, M, most, total, mean, D: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
     WINDOW: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Go on with slots `begins` to `stop` of a split up to `end`: the largest score, sum of weights
-    and weighted sum of values of queries x, which are `most`, `total` and `mean` so far."""
+    """Attend with queries x to the slots `begins` to `stop` - 1 of a split that stops at `end`.
+    Updates the largest score, sum of weights and weighted sum of values: `most`, `total`, `mean`.
+    """
     for first in range(begins, stop, KEYS):
         slot = first + tl.arange(0, KEYS)
         held = slot % ring if WINDOW else slot
@@ -71,7 +72,7 @@ def attend(
         k = tl.load(keys + (held * k_s)[:, None] + d[None, :], there, 0.0)
         v = tl.load(values + (held * v_s)[:, None] + d[None, :], there, 0.0)
         score = tl.dot(x, tl.trans(k), input_precision="tf32x3") * scale
-        if CAPPED:  # the tangent of a score, of which the exponential is in base 2
+        if CAPPED:  # cap * tanh(score / cap); scores are exponents of 2
             score = cap - 2 * cap / (1 + tl.exp2(score * (2.885390081777927 / cap)))
         sees = real[:, None] & inside[None, :]
         if TREE:
@@ -92,7 +93,7 @@ def attend(
     return most, total, mean
 
 
-# Whether one of these is 1, or a multiple of 16, is not worth a kernel of its own.
+# Triton compiles no kernel of its own for values of these that are 1 or multiples of 16.
 COUNTED = [
     "n", "window", "ring", "slots_b", "slots_n", "pos_b", "pos_n", "roots_b", "anc_b", "anc_n", "M"
 ]  # fmt: skip
@@ -112,9 +113,9 @@ def attention_kernel(
     key head, over one split of the row's slots; the last of a block's programs writes its output.
     Reads q [B, H, n, D], keys and values [B, HEADS, S, D]; writes out [B * n, H * D] and, of each
     split, parts [B * n * H, SPLITS, D] and stats [B * n * H, SPLITS, 2] (largest score, sum of
-    weights). The reference reads all S slots and a mask. scale, cap: of scores, in base 2. ring:
-    slot s is held at place s % ring. WIDE: D up to a power of two. WINDOW: a token reads `window`
-    positions, its own included; else all."""
+    weights). scale, cap: those of `attention` times LOG2E, as scores are exponents of 2. ring: slot
+    s is at place s % ring. WIDE: D rounded up to a power of two. WINDOW: a token reads the last
+    `window` positions, its own included; else all."""
     wait_for_previous(DEPENDENT)
     row, head = tl.program_id(0).to(tl.int64) // HEADS, tl.program_id(0).to(tl.int64) % HEADS
     split = tl.program_id(1)
@@ -126,13 +127,13 @@ def attention_kernel(
     x = tl.load(q + row * q_b + (at * q_h + token * q_n)[:, None] + d[None, :], here, other=0.0)
 
     length = tl.max(own, 0) + 1  # no query sees a later slot
-    least, first = own, length * 0  # the slots that each query, and any query, sees at least
+    least, first = own, length * 0  # where each query's window begins, and the first of these
     if WINDOW:
         at_position = positions + row * pos_b + token * pos_n
         least = tl.load(at_position, real, other=1 << 30).to(tl.int32) - window + 1
         first = tl.maximum(tl.min(least, 0), 0) // KEYS * KEYS
     span = length - first
-    # slots of a split: it takes as long to read as all splits take to be combined
+    # slots of a split: so many that reading them takes as long as combining all splits
     share = tl.maximum(tl.cdiv(span, SPLITS), tl.sqrt(span * combine_slots).to(tl.int32))
     share = tl.cdiv(share, KEYS) * KEYS
     begins = first + split * share
@@ -162,7 +163,7 @@ def attention_kernel(
     sink = tl.full([QUERIES], -float("inf"), tl.float32)
     if SINKS:
         sink = tl.load(sinks + at, real, other=0.0).to(tl.float32) * 1.4426950408889634
-    if share >= span:  # it has seen all
+    if share >= span:  # the only split
         total += tl.exp2(sink - tl.where(most == -float("inf"), 0.0, most))
         mean /= positive_or_one(total)[:, None]
     elif SPLITS > 1:
@@ -184,7 +185,7 @@ def attention(
 ) -> Tensor:  # fmt: skip
     (B, H, n, d), K, S = q.shape, keys.shape[1], keys.shape[2]
     slots, positions, visible = info.of_last(n)
-    tree = visible or Branches(slots, slots[..., None])  # of a line it is not read
+    tree = visible or Branches(slots, slots[..., None])  # not read for a chain
     root, ancestors = tree.root, tree.ancestors
     tensors = [q, keys, values, ancestors]
     if q.dtype not in KINDS or keys.dtype != q.dtype or any(x.stride(-1) != 1 for x in tensors):
@@ -217,8 +218,8 @@ def attention(
 
 
 def tile_sizes(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> dict[str, int]:
-    """A program's tile, and the number of splits, if S slots are read and there are `heads` key
-    heads in all rows together."""
+    """The sizes of a program and the number of splits, where S slots are read for so many queries
+    of size d, and all rows together have `heads` key heads."""
     wide = max(16, power_of_2(d))
     most = 64 if dtype.itemsize == 2 else 32
     keys = max(16, most * 128 // max(128, wide))  # as shared memory allows
