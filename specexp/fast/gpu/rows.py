@@ -1,7 +1,7 @@
 """What a round does to rows besides passes and rules.
 
-A program owns a row (of `keep_kernel`, a key head of it; of `block_max_kernel`, a block), so that
-each operation is one launch; the references take up to dozens.
+Each operation is one launch here; the references take up to dozens. A program owns a row, except
+where a kernel says otherwise.
 """
 
 from typing import Any
@@ -22,14 +22,14 @@ from specexp.sampling import Noise, Rng
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
-AT_ONCE = 1024  # slots
+AT_ONCE = 1024  # slots that a program reads at a time
 
 
 @triton.jit
 def keys_kernel(
     stream, length, depth, out, depth_b, n, WIDE: tl.constexpr, BY_ROUND: tl.constexpr
 ):  # fmt: skip
-    """Noise.keys: out [B, n] by stream [B], length [B] and depth [1 or B, n]."""
+    """Noise.keys: writes out [B, n] by stream [B], length [B] and depth [1 or B, n]."""
     row, at = tl.program_id(0), tl.arange(0, WIDE)
     root = mix(tl.load(stream + row)) + tl.load(length + row)
     if BY_ROUND:
@@ -52,8 +52,8 @@ def keys(self: Noise, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
 def commit_kernel(
     tokens, length, limit, eos, new, count, report, tokens_b, E, D: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Sequences.commit of new [B, D], `count` [B] of them accepted; tokens past a row's new length
-    are not written."""
+    """Sequences.commit of new [B, D], of which `count` [B] are accepted draft tokens. Unlike the
+    reference, it writes no tokens past a row's new length."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     token = tl.load(new + row * D + at, at < D, other=-1)
     first = tl.full([], D, tl.int32)
@@ -90,8 +90,8 @@ def store_kernel(
     keys, values, places, new_keys, new_values, n, d_k, d_v, k_b, k_h, k_s, v_b, v_h, v_s, places_b,
     places_n, x_b, x_h, x_n, y_b, y_h, y_n, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """cache.store of one head of one token: new_keys [B, K, n, d_k] and new_values [B, K, n, d_v]
-    go to their places in keys and values [B, K, S, d]."""
+    """cache.store: new_keys [B, K, n, d_k] and new_values [B, K, n, d_v] go to their places in keys
+    and values [B, K, S, d]. A program owns one head of one token."""
     at, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
     row, token = at // n, at % n
     place = tl.load(places + row * places_b + token * places_n)
@@ -124,7 +124,8 @@ def keep_kernel(
     keys, values, source, slots, n, d, k_b, k_h, k_s, v_b, v_h, v_s, source_b, slots_b,
     PLACES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Slots.keep: keys and values [B, K, S, d] of slots source [B, n] go to slots [B, n]."""
+    """Slots.keep: copies keys and values [B, K, S, d] from slots `source` [B, n] to `slots` [B, n].
+    A program owns one key head of a row."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place, at = tl.arange(0, PLACES), tl.arange(0, WIDE)
     real = (place < n)[:, None] & (at < d)[None, :]
@@ -134,7 +135,7 @@ def keep_kernel(
     values += row * v_b + head * v_h + at[None, :]
     k = tl.load(keys + old * k_s, real, other=0.0)
     v = tl.load(values + old * v_s, real, other=0.0)
-    tl.debug_barrier()  # all is read before anything is written
+    tl.debug_barrier()  # all threads have read before any writes
     tl.store(keys + to * k_s, k, real)
     tl.store(values + to * v_s, v, real)
 
@@ -157,7 +158,7 @@ def keep(self: Slots, rows: slice, source: Tensor, slots: Tensor) -> Any:
 
 @triton.jit
 def match_length(text, end, last, MATCH: tl.constexpr):
-    """How many tokens up to each earlier place `end` equal those up to `last`, MATCH at most."""
+    """How many tokens that end at places `end` equal those that end at `last`: at most MATCH."""
     same, matched = end < last, 0 * end
     for back in tl.static_range(MATCH):
         token = tl.load(text + tl.maximum(last - back, 0))
@@ -172,8 +173,8 @@ def lookup_kernel(
     text, length, depth, branch, out, text_b, S, vocab, N: tl.constexpr, WIDE: tl.constexpr,
     LEAVES: tl.constexpr, MATCH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """NGram.propose, to out [B, N]: leaf by leaf, what followed the best match in text [B, S] below
-    that of the leaf before."""
+    """NGram.propose, written to out [B, N]. Each leaf continues the best match in text [B, S] that
+    is worse than the match of the leaf before."""
     row, node = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     text += row * text_b
     last = tl.load(length + row).to(tl.int32) - 1
@@ -214,7 +215,7 @@ def lookup(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
 
 @triton.jit
 def token_at(text, line, at, last, real):
-    """The tokens at places of a text; past its last token those of a line of draft tokens."""
+    """The tokens at places `at` of a text; past its `last` token, the draft tokens in `line`."""
     ahead = at > last
     token = tl.load(text + at, real & (at <= last), other=0)
     return tl.where(ahead, tl.load(line + at - last, real & ahead, other=0), token).to(tl.int32)
@@ -226,9 +227,10 @@ def vote_kernel(
     stretch, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, MATCH: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Suffix.propose, to out [B, N]: the places of the longest match vote for the token after them.
-    voters [B, 3, S + D]: of each where it is, the last node that agrees with it, and its vote.
-    votes [B, vocab + 1]: for each token; 0 before and after. trust [B, N]: of each node."""
+    """Suffix.propose, written to out [B, N]: the places of the longest match vote for the token
+    after them. voters [B, 3, S + D]: each voter's place, the last node that agrees with it, and its
+    vote; behind the places, draft tokens. votes [B, vocab + 1]: the count for each token, 0 before
+    and after a node. trust [B, N]: each node's estimated probability."""
     row, some = tl.program_id(0).to(tl.int64), tl.arange(0, AT_ONCE)
     text, votes = text + row * text_b, votes + row * (vocab + 1)
     trust, out = trust + row * N, out + row * N
@@ -318,7 +320,8 @@ def vote(self: Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
 
 @triton.jit
 def block_max_kernel(logits, tops, size, BLOCK: tl.constexpr):
-    """For lm.spoil: the largest logit of a block, infinity if one is NaN, to tops [B, blocks]."""
+    """For lm.spoil: writes to tops [B, blocks] the largest logit of each block, or infinity if one
+    is NaN. A program owns a block."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * size + at, at < size, other=-float("inf")).to(tl.float32)
     top = tl.max(tl.where(x != x, float("inf"), x), 0)
@@ -336,5 +339,5 @@ def spoil(fault: Tensor, logits: Tensor) -> Any:
 
 
 def integers(*tensors: Tensor) -> bool:
-    """Whether these are int64, and their numbers lie side by side."""
+    """Whether these tensors are int64 and contiguous."""
     return all(x.dtype == torch.int64 and x.is_contiguous() for x in tensors)
