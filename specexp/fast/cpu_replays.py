@@ -3,8 +3,8 @@
 A round of a small model is some hundred operations of a few microseconds, and Python takes as long
 between them. As in a CUDA graph, they run again in the same order at the same addresses:
 consecutive compiled calls (cpu/) as one call of C++, and torch's operations one by one. Operations
-whose result cannot change are left out. A recording that meets an operation which brings a value to
-the host, or whose shapes depend on values, is discarded: the round stays as it is.
+whose result cannot change are left out. A recording is discarded if an operation brings a value to
+the host, or has shapes that depend on values; the round then keeps running operation by operation.
 """
 
 import os

@@ -5,8 +5,8 @@ size. Here the products for q, k and v are one product, as are those for gate an
 rotated together; and queries that share a key head are stacked, so that no key is copied. The
 module itself still works: its parameters become views of the joined matrices. Only the families
 below are fused, and only if all their layers have the same window. A module of another family, or
-one whose fused logits differ from its own on a probe, is run by transformers (`lm.Unfused`), after
-a warning that says why.
+one whose fused logits differ from its own on a probe, is run by transformers (`lm.Unfused`; on a
+GPU see lighter.py), after a warning that says why.
 
 The operations marked @op are the references of Triton's kernels in gpu/. On a CPU a whole pass is
 compiled instead (cpu/passes.cpp). The cache decides where keys and values are written.

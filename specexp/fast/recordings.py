@@ -151,8 +151,8 @@ class Recordings(Recorder):
 
 
 def _key(engine: Engine, seqs: Sequences, of: Hashable) -> Hashable:
-    """The key of a stage of a round: all that it depends on besides its inputs, which is `of`,
-    settings and the memory it uses."""
+    """The key of a stage of a round, which holds all that the stage depends on besides its inputs:
+    `of`, settings, and the memory it uses."""
     parts = engine.target, engine.drafter, engine.rule, engine.sampling, engine.rng
     caches = ((lm.net, lm.cache and lm.cache.mark) for lm in engine.models)
     return of, seqs.address, torch.get_num_threads(), *parts, engine.drafter.shaped_by, *caches

@@ -1,6 +1,6 @@
 // Distributions, noise and the rules that compare p with q, as in sampling.py and rules.py; ops.py
-// says why. One thread computes a row, except where its numbers do not depend on each other. So
-// results do not depend on the number of threads.
+// says why they are compiled. One thread computes a row, except where its numbers do not depend on
+// each other. So results do not depend on the number of threads.
 
 #include "calls.h"
 #include "vectors.h"
@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers from which threads pay; of one task
+constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers worth several threads; of one task
 constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15;
 
 // See sampling.mix.
@@ -18,7 +18,7 @@ static inline uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// The uniform of a lane, as Noise.uniform; at: the mixed sum of key and salt.
+// Noise.uniform of one lane. at: the hash of the sum of key and salt.
 static inline float uniform(uint64_t at, uint64_t lane) {
     return ((float)(int64_t)(mix(at + lane * GOLDEN) & INT64_MAX) + 0.5f) * 0x1p-63f;
 }

@@ -315,8 +315,8 @@ def note(self: recycle.Table, rows: slice, tokens: Tensor, notes: Tensor) -> Non
 
 @compiled(lm.product)
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Takes at most FEW rows, whose product lasts as long as reading the weights, of float32 or
-    bfloat16; for more rows torch's product is faster. x may be strided."""
+    """Takes at most FEW rows, of float32 or bfloat16: their product takes as long as reading the
+    weights, and for more rows torch's is faster. x may be strided."""
     (outputs, inputs), rows = weight.shape, x.numel() // max(1, weight.shape[1])
     run = of_dtype("product", x)
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -394,8 +394,7 @@ def shift(
     self: Walk, x: Tensor, weight: Tensor, bias: Tensor | None = None,
     activation: str | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Takes weights [C, 4], and x [b, C, n] as `convolution` does, but of 16 channels or a multiple
-    of these."""
+    """Takes weights [C, 4], and x [b, C, n] as `convolution` does, with C a multiple of 16."""
     run, kept = of_dtype("shift", x), self.buffers["conv", 0]
     (b, C, n), part = x.shape, [] if bias is None else [bias]
     if run is None or activation not in (None, "silu") or C % 16 or self.before.shape != (n, b):
@@ -416,8 +415,8 @@ def recurrence(
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
-    """Takes states [H, K] of multiples of 16, and only with all that Mamba 1 has: D, z, a bias of
-    dt, and its softplus. x, dt, B, C and z are float32 or bfloat16, and may be strided."""
+    """Takes states [H, K] with H and K multiples of 16, and only with all that Mamba 1 has: D, z, a
+    bias of dt, and its softplus. x, dt, B, C and z are float32 or bfloat16, and may be strided."""
     run, kept = of_dtype("recurrence", x), self.buffers["recurrent", 0]
     if run is None or D is None or z is None or delta_bias is None or not delta_softplus:
         return NotImplemented

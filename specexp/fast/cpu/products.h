@@ -1,4 +1,4 @@
-// Dot products of rows. Several are summed at once, so that a number is loaded for several of them.
+// Dot products of rows. Several are summed at once, so that one load serves several of them.
 
 #pragma once
 #include "vectors.h"

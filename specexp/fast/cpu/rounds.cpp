@@ -11,7 +11,7 @@ static void likeliest(int64_t rows, int64_t size, const float *w, int64_t *best)
     for (; rows--; w += size) *best++ = largest(w, size);
 }
 
-// Whether a is ranked before b, unless they are equal: it is larger, or a NaN.
+// Whether a is larger than b, where a NaN is larger than every number.
 static inline bool above(float a, float b) { return a > b || (a != a && b == b); }
 
 // best [rows, most]: the indices of the largest numbers of each row of w [rows, size], the largest
@@ -231,7 +231,7 @@ CALLED(read, read)
 CALLED(until, until)
 CALLED(columns, columns)
 
-struct Call { // a function that CALLED defines (calls.h), and its arguments
+struct Call { // of a function that CALLED defines (calls.h)
     bool (*function)(const int64_t *arguments);
     const int64_t *arguments;
 };

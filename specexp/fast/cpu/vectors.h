@@ -1,4 +1,4 @@
-// Vectors of floats, by extensions of gcc and clang: as many lanes as the processor has.
+// Vectors of floats, by extensions of gcc and clang: 16 lanes with AVX-512, else 8.
 
 #pragma once
 #include <algorithm>

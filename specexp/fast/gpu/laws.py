@@ -126,8 +126,8 @@ def narrow_kernel(
     """Find one digit of the bound of top-k: the `rank` of the largest logit such that `enough`
     logits are not below it. With MASS, the bound of top-p: such that the logits not below it have
     the share `enough` of all weights or, if CUT, of those that top-k kept. The digit, which begins
-    at bit `shift`, is added to `found` [rows]; the last one turns it into the least exponent of
-    `laws`. sums [rows, COUNT, DIGITS]: how much of a block is not below each value of the digit."""
+    at bit `shift`, is added to `found` [rows]; the last digit sets the least exponent of `laws`.
+    sums [rows, COUNT, DIGITS]: how much of a block is not below each value of the digit."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, digit = laws + row * (4 + COUNT), tl.arange(0, DIGITS)

@@ -2,8 +2,8 @@
 
 The references in torch take a launch for each of their operations, and a launch takes longer than
 the work of a small one. A kernel has the arguments of its operation, whose docstring says what it
-computes, and returns NotImplemented for inputs that it cannot read. If Triton or the GPU cannot run
-the kernels, a warning says why and the references run.
+computes, and returns NotImplemented for inputs that it cannot read. The references run without
+Triton and, after a warning that says why, where Triton or the GPU fails to run the kernels.
 """
 
 import importlib.util

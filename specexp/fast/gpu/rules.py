@@ -155,9 +155,9 @@ def accept_child_kernel(
     LEVELS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
     ROOM: tl.constexpr, DRAWN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """rules.Reject: writes to ok [B, N] whether a node's child of this rank is accepted, which is
-    tried if none before was accepted, and its note. All programs of a node sum what the child tried
-    before leaves, and the last one judges."""
+    """rules.Reject: writes to ok [B, N] whether a node's child of this rank is accepted, and its
+    note. The child is tried if none before it was accepted. All programs of a node sum what the
+    child tried last leaves, and the last program judges."""
     wait_for_previous(DEPENDENT)
     place, judges = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     row, node = place // N, place % N
