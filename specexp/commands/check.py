@@ -55,9 +55,10 @@ def check(
         found.samples.to_csv(out, index=False)
     if as_json:
         opt.say(opt.json_text({
-            "engine": server.kind, "model": server.model, "findings": found.lines(),
+            "engine": server.kind, "model": server.model, "drafter": pairing.drafter,
+            "gamma": pairing.options["gamma"], "findings": found.lines(),
             "positions": found.positions.to_dict("records"),
-            "prompts": found.samples.to_dict("records"), **found.exactness.metrics,
+            "prompts": found.samples.to_dict("records"), **found.figures(),
         }))  # fmt: skip
     else:
         opt.say(f"{server.kind} at {server.url}: {server.model}; here {pairing.drafter}, {texts}")

@@ -1,1 +1,1 @@
-"""What to switch on: from committed results to a drafter, draft lengths and an engine's options."""
+"""What to switch on, as options of the engine that will run it; and whether it does its work."""

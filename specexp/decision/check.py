@@ -27,7 +27,7 @@ COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 @dataclass(frozen=True)
 class Checked:
     """samples: a row a prompt, with COUNTS of the server and, behind `here_`, of the reference;
-    tokens (after the first) and s (the seconds that they took), ttft_s, and the same behind
+    tokens, s (seconds from the first of them to the last), ttft_s, and the same behind
     `plain_` if there is a second server. positions: of each place in a draft, the shares of drafts
     with at least so many tokens accepted, on the server and here. same: prompts on which both
     servers wrote the same text."""
@@ -38,15 +38,8 @@ class Checked:
     positions: pd.DataFrame
     same: int | None
 
-    def per_draft(self, of: str = "") -> float:
-        """Accepted tokens a draft, on the server or (`here_`) of the reference."""
-        return self._over(of, "drafts")
-
-    def rate(self, of: str = "") -> float:
-        """Accepted over drafted tokens."""
-        return self._over(of, "draft_tokens")
-
     def _over(self, of: str, below: str) -> float:
+        """Accepted tokens over a count, on the server or (of `here_`) of the reference."""
         accepted, count = self.samples[[f"{of}accepted_tokens", f"{of}{below}"]].sum()
         return float(accepted / count) if count else 0.0
 
@@ -60,21 +53,29 @@ class Checked:
         """Over the second server, from prompts with two tokens or more; None without one."""
         if "plain_s" not in self.samples:
             return None
-        timed = self.samples[self.samples[["tokens", "plain_tokens"]].min(axis=1) > 0]
-        if timed.empty:
+        later = self.samples[["plain_tokens", "tokens"]] - 1  # than the first
+        timed = (later > 0).all(axis=1)
+        if not timed.any():
             return None
-        return statistics.speedup(*(timed[n] for n in ("plain_s", "plain_tokens", "s", "tokens")))
+        times, (plain, own) = self.samples[timed], later[timed].to_numpy().T
+        return statistics.speedup(times["plain_s"], plain, times["s"], own)
 
     @property
     def drafts(self) -> bool:
         return bool(self.samples["drafts"].sum())
 
-    def tokens_per_pass(self) -> tuple[float, float]:
-        """Tokens a target pass, on the server (about: tokens that the limit cut off count as
-        accepted) and here."""
-        tokens, accepted = self.samples[["tokens", "accepted_tokens"]].sum()
-        emitted, passes = self.samples[["here_tokens", "here_passes"]].sum()
-        return float(tokens / max(1, tokens - accepted)), float(emitted / max(1, passes))
+    def figures(self) -> dict[str, float]:
+        """What `lines` says, in numbers: accepted tokens a draft, as a share of draft tokens, and
+        of all tokens, on the server and (`here_`) of the reference; intervals; exactness."""
+        names = {"per_draft": "drafts", "rate": "draft_tokens", "share": "tokens"}
+        sides = ("", "here_")
+        each = {f"{of}{n}": self._over(of, below) for n, below in names.items() for of in sides}
+        intervals = {"missing": self.missing(), "speedup": self.speedup()}
+        return each | self.exactness.metrics | {
+            f"{name}{end}": value
+            for name, interval in intervals.items() if interval
+            for end, value in zip(("", "_low", "_high"), interval[:3], strict=True)
+        }  # fmt: skip
 
     def text(self) -> str:
         """Whether the server's text is the target's, in words."""
@@ -94,23 +95,23 @@ class Checked:
     def lines(self) -> list[str]:
         """The findings in words."""
         samples = self.samples
-        ttft, tpot = samples["ttft_s"].median(), samples["s"].sum() / samples["tokens"].sum()
+        ttft, tpot = samples["ttft_s"].median(), samples["s"].sum() / (samples["tokens"] - 1).sum()
         said = [f"text: {self.text()}"]
         if self.same is not None:
-            said.append(f"text: the same without drafting in {self.same} of {len(samples)}")
+            said.append(f"text: the plain server's in {self.same} of {len(samples)}")
         if not self.drafts:
             said.append("acceptance: the server drafted nothing: is speculative decoding on?")
         else:
-            off, (there, here) = self.missing(), self.tokens_per_pass()
+            on, off = self.figures(), self.missing()
             clear = (
                 "certainly fewer: its drafts or its rule differ" if off.high < 0 else
                 "certainly more: its drafter differs" if off.low > 0 else "no clear difference"
             )  # fmt: skip
             said += [
-                f"acceptance: {self.rate():.0%} of draft tokens, {self.rate('here_'):.0%} here; "
-                f"{self.per_draft():.2f} a draft, {self.per_draft('here_'):.2f} here: "
+                f"acceptance: {on['rate']:.0%} of draft tokens, {on['here_rate']:.0%} here; "
+                f"{on['per_draft']:.2f} a draft, {on['here_per_draft']:.2f} here: "
                 f"{off.value:+.2f} [{off.low:+.2f}, {off.high:+.2f}], {clear}",
-                f"tokens a target pass: about {there:.2f}, {here:.2f} here",
+                f"acceptance: {on['share']:.0%} of all tokens, {on['here_share']:.0%} here",
             ]
         said.append(f"speed: {1e3 * tpot:.2f} ms a token after the first, TTFT {1e3 * ttft:.0f} ms")
         if speedup := self.speedup():
@@ -141,14 +142,14 @@ def check(
         for name in list(servers)[:: 1 if number % 2 else -1]:
             reply = servers[name].complete(ids, max_new_tokens)
             outputs[name].append(reply)
-            row |= {f"{name}tokens": max(0, len(reply.tokens) - 1), f"{name}s": reply.s,
+            row |= {f"{name}tokens": len(reply.tokens), f"{name}s": reply.s,
                     f"{name}ttft_s": reply.ttft_s}  # fmt: skip
         now = server.counters()
         row |= {name: now[name] - before[name] for name in COUNTS}
         before = now
         rows.append(row)
     reference = pd.DataFrame(map(_counts, here["rounds"]), columns=COUNTS).add_prefix("here_")
-    reference[["here_tokens", "here_passes"]] = here[["emitted", "passes"]]
+    reference["here_tokens"] = here["emitted"]
     samples = pd.DataFrame(rows).join(reference)
     same = (
         sum(a.tokens == b.tokens for a, b in zip(outputs[""], outputs["plain_"], strict=True))

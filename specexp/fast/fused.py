@@ -330,7 +330,7 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch
 def warn(name: str, net: object, why: str) -> None:
     """Log `why` the module `name` is run by `net` (None: by transformers) and by nothing faster."""
     if why:
-        how = "in torch's operations, uncompiled" if net else "without passes of our own"
+        how = "in torch's operations, uncompiled" if net else "by transformers, not fused"
         log.warning("%s: run %s, because %s", name, how, why)
 
 

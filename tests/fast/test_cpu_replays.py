@@ -394,6 +394,13 @@ def test_a_slot_that_there_is_not_is_not_read(slot):
         seqs.read(torch.full((5, 2), slot))
 
 
+def test_a_slot_behind_a_window_is_not_read():
+    window = Sequences.of([[1, 2, 3]], 7, slack=2).window(0, 1, 4)
+    assert window.read(torch.tensor([[2]])).tolist() == [[3]]
+    with pytest.raises(IndexError, match="outside the 4 slots"):
+        window.read(torch.tensor([[6]]))
+
+
 @torch.inference_mode()
 def test_a_token_that_there_is_not_is_refused_in_a_replay_too():
     made = fast("null", "empty")

@@ -233,7 +233,7 @@ def test_network_that_differs_is_unfused_and_logged(spoil, said, caplog):
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(of_module(net, "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
-    assert line.startswith("mine: run without passes of our own, because ")
+    assert line.startswith("mine: run by transformers, not fused, because ")
     assert said in line
 
 
@@ -255,7 +255,7 @@ def test_network_that_raises_is_unfused_and_logged(part, caplog, monkeypatch):
         assert isinstance(of_module(made("llama"), "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
     why = "it fails with ValueError: no such stride"
-    assert line == f"mine: run without passes of our own, because {why}"
+    assert line == f"mine: run by transformers, not fused, because {why}"
 
 
 @pytest.mark.compiler

@@ -174,5 +174,5 @@ def test_eagle_layer_that_differs_is_unfused_and_logged(spoil, said, caplog):
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(layers.network(eagle, "mine", V), Unfused)
     [line] = [r.getMessage() for r in caplog.records]
-    assert line.startswith("mine: run without passes of our own, because ")
+    assert line.startswith("mine: run by transformers, not fused, because ")
     assert said in line

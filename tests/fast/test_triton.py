@@ -130,7 +130,7 @@ def test_triton_that_lacks_what_kernels_use_fails_rounds(monkeypatch, caplog):
 
 
 @pytest.mark.interpreter
-def test_weights_that_are_nan_draw_a_token_outside_the_vocabulary():
+def test_weights_that_are_nan_draw_no_token_outside_the_vocabulary():
     """Its embedding would be outside the matrix, and the device lost for good."""
     V, noise = 40, Noise(0)
     p = torch.full((2, 2, V), torch.nan)

@@ -236,6 +236,37 @@ def few_prompts() -> str:
     return paragraph(f"if all prompts show the same speedup: {'; '.join(words)}.", 100)
 
 
+def servers() -> str:
+    """notebooks/README: what other engines do with the same models, drafts and prompts."""
+    file, lines = load("servers"), []
+    for run in file["runs"]:
+        off, fast = (
+            [f"{run[f'{n}{end}']:{form}}" for end in ("", "_low", "_high")]
+            for n, form in (("missing", "+.2f"), ("speedup", ".2f"))
+        )
+        lines.append(
+            f"| {run['engine']} | `{run['target']}` with `{run['drafter']}` "
+            f"| {run['texts']} of {len(run['prompts'])} "
+            f"| {run['per_draft']:.2f} | {run['here_per_draft']:.2f} "
+            f"| {off[0]} [{off[1]}, {off[2]}] "
+            f"| {fast[0]}x [{fast[1]}, {fast[2]}] |\n"
+        )
+    head = paragraph(
+        f"Three drafters in vLLM and one in llama.cpp, {len(file['runs'][0]['prompts'])} prompts, "
+        f"on {file['device']} ([data](../data/measurements/servers.json)). With the same draft "
+        "model or EAGLE-3 heads, trained by `specexp zoo train`, vLLM accepts as much as the "
+        "reference. The lookups differ: vLLM copies what followed the earliest match, llama.cpp "
+        "drafts only where three tokens match, specexp copies after the latest of the longest "
+        "matches.",
+        104,
+    )
+    return (
+        f"{head}\n| engine | models | text is the target's | accepted a draft | here | difference "
+        "| speedup over its plain decoding |\n|---|---|---:|---:|---:|---|---|\n"
+        f"{''.join(lines)}"
+    )
+
+
 def simulated() -> str:
     """notebooks/README: how often simulated intervals hold, and a best arm is called faster."""
     table = pd.DataFrame(load("intervals"))
@@ -303,7 +334,7 @@ def layers() -> str:
 
 TEXTS: dict[str, Callable[[], str]] = {
     f.__name__: f
-    for f in (results, eight_bits, all_drafters, few_prompts, simulated, spread, layers)
+    for f in (results, eight_bits, all_drafters, few_prompts, servers, simulated, spread, layers)
 }
 
 

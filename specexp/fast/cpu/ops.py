@@ -156,8 +156,9 @@ def read(self: Sequences, slots: Tensor) -> Tensor:
     """Raises IndexError for a slot outside its row. The rows of the sequences may lie apart."""
     if not integers(slots) or not by_rows(self.tokens) or len(slots) > len(self.tokens):
         return NotImplemented
-    tokens, S = torch.empty(slots.shape, dtype=torch.int64), self.tokens.stride(0)
-    if not build.functions().read(*slots.shape, S, self.tokens, slots, tokens):
+    tokens, S = torch.empty(slots.shape, dtype=torch.int64), self.tokens.shape[1]
+    row = self.tokens.stride(0)
+    if not build.functions().read(*slots.shape, S, row, self.tokens, slots, tokens):
         raise IndexError(f"a slot is outside the {S} slots of a row")
     return tokens
 

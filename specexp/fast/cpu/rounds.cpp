@@ -192,11 +192,11 @@ static void places(int64_t rows, int64_t n, int64_t shared, const int64_t *lengt
 }
 
 // Returns false for a slot outside its row of `stride` slots.
-static bool read(int64_t rows, int64_t n, int64_t stride, const int64_t *tokens,
+static bool read(int64_t rows, int64_t n, int64_t S, int64_t stride, const int64_t *tokens,
                  const int64_t *slots, int64_t *out) {
     for (; rows--; tokens += stride)
         for (int64_t i = 0; i < n; i++, slots++) {
-            if (*slots < 0 || *slots >= stride) return false;
+            if (*slots < 0 || *slots >= S) return false;
             *out++ = tokens[*slots];
         }
     return true;
