@@ -244,21 +244,15 @@ def measured_in(run: report.Run) -> list[Measured]:
     gamma = metrics.get("speedup/best_gamma", params.get("gamma"))
     if gamma is None:
         return []
-    at = {0: (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
-    if curve := series.get("speedup/at_batch"):
-        ends = [series.get(f"speedup/at_batch_{end}", {}) for end in ("low", "high")]
-        at = {int(b): (v, *(end.get(b, v) for end in ends)) for b, v in curve.items()}
+    at = {1: (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
+    ends = [series.get(f"speedup/at_batch_{end}", {}) for end in ("low", "high")]
+    if all(ends):
+        curve = series["speedup/at_batch"].items()
+        at = {int(b): (v, *(end.get(b, v) for end in ends)) for b, v in curve}
     draft = int(gamma) if tree == "chain" else str(tree)
+    drafter = _named(str(params["drafter"]), params["target"])
     return [
-        Measured(
-            _named(str(params["drafter"]), params["target"]),
-            draft,
-            batch or 1,
-            value,
-            low,
-            high,
-            run.prompts,
-        )
+        Measured(drafter, draft, batch, value, low, high, run.prompts)
         for batch, (value, low, high) in at.items()
         if 0 < low < high
     ]
