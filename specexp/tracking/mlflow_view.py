@@ -226,7 +226,8 @@ def shared_view(logged: Collection[str], at_ms: int) -> str:
     lines = [
         {
             "type": "LINE", "metricKey": m, "selectedMetricKeys": [m], "xAxisKey": "step",
-            "xAxisScaleType": "linear", "scaleType": "linear", "lineSmoothness": 0,
+            "xAxisScaleType": "log" if m.endswith("_batch") else "linear",
+            "scaleType": "linear", "lineSmoothness": 0,
             "useGlobalXaxisKey": True, "useGlobalLineSmoothing": True, "runsCountToCompare": 20,
             "range": {}, "yAxisKey": "metric", "yAxisExpressions": [],
             "selectedXAxisMetricKey": "", "ignoreOutliers": False, "displayPoints": True,

@@ -333,6 +333,10 @@ def test_shared_view_draws_only_logged_metrics_beside_the_answer(store):
     assert drawn
     assert drawn <= set(METRICS)
     assert state["orderByKey"] == "metrics.`speedup/measured`"
+    logged = {"speedup/at_batch", "speedup/measured", "acceptance/at_position"}
+    charts = json.loads(json.loads(view.shared_view(logged, 0))["state"])["compareRunCharts"]
+    scales = {c["metricKey"]: c["xAxisScaleType"] for c in charts if c["type"] == "LINE"}
+    assert scales == {"speedup/at_batch": "log", "acceptance/at_position": "linear"}
     assert "viewStateShareKey=specexp" in view.url("1", 5000)
 
 
