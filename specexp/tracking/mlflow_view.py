@@ -223,7 +223,7 @@ def shared_view(logged: Collection[str], at_ms: int) -> str:
     columns = ["tags.`answer`"] if best else [f"metrics.`{m}`" for m in FIGURES if m in logged]
     section = {"uuid": "overview", "name": "Does it pay?", "display": True, "isReordered": True}
     bars = [{"type": "BAR", "metricKey": m, "runsCountToCompare": 20} for m in BARS if m in logged]
-    lines = [
+    lines: list[dict[str, object]] = [
         {
             "type": "LINE", "metricKey": m, "selectedMetricKeys": [m], "xAxisKey": "step",
             "xAxisScaleType": "log" if m.endswith("_batch") else "linear",
