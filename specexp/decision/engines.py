@@ -46,8 +46,9 @@ def options(plan: Plan, target: str) -> dict[str, str]:
 
 
 def _method(drafter: str, target: str) -> tuple[str, str]:
-    """The method's name, `eagle3` for heads of that kind, and its argument: the folder or hub id of
-    a model or heads if it has one. Raises UserError if these are not there any more."""
+    """The method's name, `eagle3` for heads of that kind and `parallel` for a draft model that
+    drafts in one pass, and its argument: the folder or hub id of a model or heads if it has one.
+    Raises UserError if these are not there any more."""
     try:
         method, argument = naming.method_of(drafter) or ("", "")
     except UserError:  # a class of one's own, from another folder
@@ -57,12 +58,18 @@ def _method(drafter: str, target: str) -> tuple[str, str]:
         from specexp.models import head_files
 
         method = head_files.read(source).kind
+    if method == "model" and source:
+        from specexp.models import load
+
+        if getattr(load.read_config(source).get_text_config(), "pard_token", None) is not None:
+            method = "parallel"
     return method, source or argument
 
 
 def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
     methods: dict[str, dict[str, Any]] = {
         "model": {"method": "draft_model", "model": argument},
+        "parallel": {"method": "draft_model", "model": argument, "parallel_drafting": True},
         "eagle3": {"method": "eagle3", "model": argument},
         "eagle": {"method": "eagle", "model": argument},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": _match(argument)},
@@ -94,6 +101,7 @@ def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
 def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
     methods: dict[str, dict[str, Any]] = {
         "model": {"decoding_type": "DraftTarget", "speculative_model": argument},
+        "parallel": {"decoding_type": "PARD", "speculative_model": argument},
         "eagle3": {"decoding_type": "Eagle3", "speculative_model": argument},
         "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": _match(argument),
                   "is_use_oldest": False},

@@ -4,6 +4,9 @@
 fully accepted draft its last token is missing from the draft model's cache. Therefore the first
 pass of a round always feeds the last two committed tokens. `catch_up` feeds the prompt and tokens
 committed without a draft.
+
+A draft model whose config names a `pard_token` was taught to draft in parallel (An et al. 2025,
+PARD, arXiv 2504.18583): one pass, over as many of these tokens as the draft is deep.
 """
 
 from dataclasses import replace
@@ -62,6 +65,56 @@ class DraftModel(Drafter):
             self.lm.keep(seqs, draft, replace(verdict, path=places))
 
 
+class ParallelModel(DraftModel):
+    """Drafts all levels in one pass: a mask stands for each token that is not known yet, and the
+    logits after the k-th of them are those of the draft's level k + 1, whatever was drafted before
+    it. Masks are left in the cache, so a round first feeds the last committed tokens again: as many
+    as the deepest draft so far can have put masks in the place of."""
+
+    def __init__(self, lm: LM, sampling: Sampling, mask: int) -> None:
+        """mask: the token. Raises UserError if there is no such token, or for a model that cannot
+        read a token twice."""
+        if lm.keeps_last_slots_only:
+            raise UserError(f"{lm.name} cannot draft in parallel: it has states or windows")
+        if not 0 <= mask < lm.config.vocab_size:
+            raise UserError(
+                f"{lm.name} cannot draft in parallel: its pard_token is {mask}, and its vocabulary "
+                f"has {lm.config.vocab_size} tokens"
+            )
+        super().__init__(lm, sampling)
+        self.mask = mask
+        self.deepest = 0  # depth of the drafts so far
+
+    def catch_up(self, seqs: Sequences, missed: int) -> None:
+        self.lm.refill(seqs, missed + self.deepest)
+
+    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        self.deepest = max(self.deepest, tree.depth)
+        self.shaped_by = (self.deepest,)
+        ahead: list[Tensor] = []  # logits [B, depth, V]
+
+        def step(level: Level) -> Tensor:
+            if level.depth == 0:
+                from_root = torch.arange(-self.deepest, tree.depth, device=self.lm.device)[None]
+                slots = seqs.places(from_root)
+                tokens = torch.where(from_root > 0, self.mask, seqs.read(slots))
+                tokens = seqs.drafting(tokens, 0)
+                ahead.append(self.lm.feed(seqs, tokens, slots, slots, None, last=tree.depth).logits)
+            at = ahead[0][:, level.depth, None]
+            return at.expand(-1, level.tokens.shape[1], -1)
+
+        return grow(seqs, tree, step, self.sampling, rng)
+
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
+        """Nothing of a draft is in the cache."""
+
+
+def of_model(lm: LM, sampling: Sampling) -> DraftModel:
+    """The drafter that a draft model is, by its config."""
+    mask = getattr(lm.config, "pard_token", None)
+    return DraftModel(lm, sampling) if mask is None else ParallelModel(lm, sampling, int(mask))
+
+
 def prepare(request: Request) -> Prepared:
     """`model:NAME`: a zoo name, folder or hub id, optionally followed by `+int8`; without a name,
     the zoo's draft for the target."""
@@ -77,7 +130,7 @@ def prepare(request: Request) -> Prepared:
             draft = target.apart(f"{name} (as its own draft)")
         else:
             draft = load(source, name, request.dtype, str(target.device), target.vocab)
-        return DraftModel(draft, request.sampling)
+        return of_model(draft, request.sampling)
 
     return Prepared(make, draws=True, config=config)
 
@@ -91,7 +144,7 @@ def in_memory(request: Request) -> Prepared:
     def make(target: LM) -> DraftModel:
         draft = of_module(module, name, target.vocab)
         check_device_and_dtype(draft, target)
-        return DraftModel(draft, request.sampling)
+        return of_model(draft, request.sampling)
 
     return Prepared(make, draws=True, config=config)
 

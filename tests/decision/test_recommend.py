@@ -3,6 +3,7 @@
 import ast
 import json
 import shlex
+import shutil
 
 import pytest
 import yaml
@@ -195,6 +196,17 @@ def test_a_draft_model_and_heads_are_named_by_their_folder():
     assert '"method": "eagle3"' in heads["vLLM"]
     assert "--speculative-algorithm EAGLE3" in heads["SGLang"]
     assert "draft-eagle3" in heads["llama.cpp"]
+
+
+def test_a_draft_model_that_drafts_in_parallel_is_called_so(tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(shelf.find("sibling-1m"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pard_token": 0}))
+    written = engines.options(plan(f"model:{folder}"), "target-10m")
+    assert json.loads(shlex.split(written["vLLM"])[1])["parallel_drafting"] is True
+    assert yaml.safe_load(written["TensorRT-LLM"])["speculative_config"]["decoding_type"] == "PARD"
+    assert written["SGLang"] == written["llama.cpp"] == engines.NOT_THERE
 
 
 @pytest.mark.parametrize("drafter", ["recycle", "mine:Again", "medusa", "early_exit"])

@@ -8,15 +8,17 @@ import itertools
 import pytest
 import torch
 from conftest import in_turn, tiny_tokenizer
-from support.definitions import eagle_says, law_after, likeliest, medusa_says
+from support.definitions import eagle_says, law_after, likeliest, medusa_says, parallel_says
 from support.tiny import PROMPTS, Alphabet, V, engine, heads, module
 from tokenizers.processors import TemplateProcessing
 
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
+from specexp.drafters.model import of_model
 from specexp.drafters.planted import Planted
 from specexp.engine import Engine
+from specexp.errors import UserError
 from specexp.models.heads import Eagle, layer_config
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
@@ -26,16 +28,18 @@ from specexp.tree import Tree
 KINDS = ["medusa", "eagle", "eagle3"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "parallel"])
 def test_draft_tokens_match_the_definition_every_round(kind):
     """Ragged rows, accepted runs of every length; some draft tokens are accepted by luck alone, so
     the text is steered: what the drafter proposes is accepted as often as the toss of a coin
     says."""
     made = engine(kind, Tree.chain(3), "match", temperature=3.0, seed=2)
     made.drafter.sampling = Sampling()
-    says = medusa_says if kind == "medusa" else eagle_says
-    net = made.drafter.heads if kind == "medusa" else made.drafter.net
-    prompts = [p for p in PROMPTS if len(p) > 1]
+    says = {"medusa": medusa_says, "parallel": parallel_says}.get(kind, eagle_says)
+    nets = {"medusa": "heads", "parallel": "lm"}
+    net = getattr(made.drafter, nets.get(kind, "net"))
+    net = net.module if kind == "parallel" else net
+    prompts = [p for p in PROMPTS if len(p) > 1 or kind == "parallel"]
     seqs = Sequences.of(prompts, 30, slack=4)
     seqs = made.begin(seqs)
     kept = set()
@@ -47,6 +51,22 @@ def test_draft_tokens_match_the_definition_every_round(kind):
             if row[1]:
                 assert row[-3:] == says(net, text, 3)
     assert len(kept) >= 2, "accepted and rejected draft tokens, or caches were not exercised"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mamba"])
+def test_a_model_that_cannot_read_a_token_twice_does_not_draft_in_parallel(family):
+    draft = of_module(copy.deepcopy(module(family)), "mine")
+    draft.config.pard_token = 1
+    with pytest.raises(UserError, match="mine cannot draft in parallel: it has states or windows"):
+        of_model(draft, Sampling())
+
+
+@pytest.mark.parametrize("mask", [-1, V])
+def test_a_mask_outside_the_vocabulary_is_refused(mask):
+    draft = of_module(copy.deepcopy(module()), "mine")
+    draft.config.pard_token = mask
+    with pytest.raises(UserError, match=f"its pard_token is {mask}, and its vocabulary has {V}"):
+        of_model(draft, Sampling())
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ def medusa_says(net, text: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
+def parallel_says(net, text: list[int], count: int) -> list[int]:
+    """With a mask, here V - 1, for every token after the first that is not known."""
+    read = torch.tensor([[*text, *[V - 1] * (count - 1)]])
+    return net(read, use_cache=False).logits[0, -count:].argmax(-1).tolist()
+
+
+@torch.no_grad()
 def law_after(kind: str, drafter, text: list[int], path: list[int]) -> torch.Tensor:
     """Log-probabilities [V] of the drafter after a path, without any cache."""
     if kind == "medusa":

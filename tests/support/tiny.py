@@ -28,7 +28,7 @@ from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.medusa import MedusaHeads
-from specexp.drafters.model import DraftModel
+from specexp.drafters.model import DraftModel, ParallelModel
 from specexp.drafters.ngram import NGram
 from specexp.drafters.plain import Plain
 from specexp.drafters.planted import Planted
@@ -57,8 +57,8 @@ PROMPTS = [[5], [1, 2, 3, 4, 5, 6, 1, 2], [7, 7, 7], [9, 8, 1, 9, 8, 2, 9, 8], [
 RULES = {"match": Match(), "reject": Reject(), "block": Block()}
 SHAPES = [(r, t) for r in RULES for t in TREES if r != "block" or TREES[t].is_chain]
 DRAFTERS = (
-    "null", "ngram", "model", "chosen", "self", "early_exit", "medusa", "eagle", "eagle3",
-    "crossed", "planted", "suffix", "recycle",
+    "null", "ngram", "model", "chosen", "self", "parallel", "early_exit", "medusa", "eagle",
+    "eagle3", "crossed", "planted", "suffix", "recycle",
 )  # fmt: skip
 
 
@@ -144,6 +144,8 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
     draft = of_module(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
     if kind == "crossed":
         return Crossed(draft, TokenMap(Alphabet(0), Alphabet(5), V), law)
+    if kind == "parallel":
+        return ParallelModel(draft, law, V - 1)
     model = DraftModel(draft, Sampling() if kind == "chosen" else law)
     return Planted(0.7, target, model, law, seed, 4) if kind == "planted" else model
 
