@@ -24,7 +24,7 @@ from typing import Any
 
 import pandas as pd
 
-from specexp.errors import UserError, counted
+from specexp.errors import UserError, counted, meant_beside
 from specexp.terminal import harmless
 from specexp.tracking import compare, mlflow_view, provenance, results, runs
 from specexp.zoo import files
@@ -179,6 +179,7 @@ def of(what: str) -> list[Run]:
         named = [folder for folder in every if folder.name in keys]
         selected = newest(filter(results.intact, named))
         hint = f"make them with `specexp grid run {what}`"
+        hint = hint if path.is_file() else f"there is no such file{meant_beside(path)}"
     else:
         everything = newest(filter(results.intact, every))
         selected = [run for run in everything if run.experiment == what]

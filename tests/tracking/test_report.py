@@ -303,12 +303,15 @@ def test_a_result_of_a_changed_point_is_marked_and_left_out_of_the_view(store):
     assert audit.problems() == []
 
 
-def test_results_that_do_not_exist_are_one_line_with_what_there_is(store):
+def test_results_that_do_not_exist_are_one_line_with_what_there_is(store, tmp_path):
     committed("a", FAST)
     with pytest.raises(UserError, match=r"no results of other .* there are some of mine"):
         report.of("other")
-    with pytest.raises(UserError, match=r"specexp grid run far/grid\.yaml"):
-        report.of("far/grid.yaml")
+    (tmp_path / "grid.yaml").write_text("notebook: far.ipynb")
+    with pytest.raises(UserError, match=r"specexp grid run .*/grid\.yaml"):
+        report.of(f"{tmp_path}/grid.yaml")
+    with pytest.raises(UserError, match=r"no such file; did you mean '.*/grid\.yaml'\?$"):
+        report.of(f"{tmp_path}/grids.yaml")
 
 
 def test_command_writes_the_page_where_it_says(store, tmp_path, monkeypatch, capsys):
