@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,13 @@ class Report:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid file whose values all fit their parameters, but for those that are `mistyped`: these
-    parameters are left out, so that the others can be checked.
+    """A grid file. Where values do not fit their parameters, or it is not sure which values these
+    have, the parameters are left out, so that the others can be checked.
 
     `base`: every parameter of the notebook, at its fixed or default value; `axes`: those of `grid`,
-    and the seeds; `include`: entries by their index in the file; `product`: whether the product of
-    the axes is run, or only the `include` entries; `lines`: of each value of an axis.
+    and the seeds; `include`, `exclude`: entries by their index in the file; `product`: whether the
+    product of the axes is run, or only the `include` entries; `lines`: of each value of an axis;
+    `wrong`: whether problems were reported, so that nothing will run.
     """
 
     path: Path
@@ -73,16 +74,21 @@ class Grid:
     base: dict[str, Any]
     axes: dict[str, list[Any]]
     include: dict[int, dict[str, Any]]
-    exclude: list[dict[str, Any]]
+    exclude: dict[int, dict[str, Any]]
     product: bool
     lines: dict[str, dict[Any, int]]
-    mistyped: frozenset[str]
+    wrong: bool = False
 
     @property
     def size(self) -> int:
         """The number of points before `exclude`."""
         axes = math.prod(map(len, self.axes.values())) if self.product else 0
         return axes + len(self.include)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no parameter is left out."""
+        return len(self.base) == len(self.notebook.parameters)
 
     @property
     def line(self) -> int:
@@ -97,7 +103,7 @@ class Grid:
         """The parameters of every point, and the index of its `include` entry if it has one."""
         for values in itertools.product(*self.axes.values()) if self.product else ():
             params = self.base | dict(zip(self.axes, values, strict=True))
-            if not any(_matches(params, entry) for entry in self.exclude):
+            if not any(_matches(params, entry) for entry in self.exclude.values()):
                 yield params, None
         for index, entry in self.include.items():
             yield self.base | entry, index
@@ -118,8 +124,7 @@ class Grid:
 
 
 def read(path: Path, report: Report) -> Grid | None:
-    """Read a grid file. Problems go to the report; with any but values of a wrong type, returns
-    None."""
+    """Read a grid file. Problems go to the report; None if they hide which values it means."""
     before = len(report.problems)
     try:
         document = yaml_lines.read(path)
@@ -138,27 +143,26 @@ def read(path: Path, report: Report) -> Grid | None:
             kind = "is empty" if spec is None else "is not a mapping"
             wrong(f"{kind}: a grid file is a mapping with the keys {', '.join(KEYS)}")
         return None
-    _check_texts(spec, wrong)
     sections = _well_formed(spec, wrong)
+    well_formed = len(report.problems) == before
+    _check_texts(spec, wrong)
     try:
         notebook = notebooks.read(_find(path, spec.get("notebook")))
     except UserError as e:
         for problem in str(e).splitlines():
             wrong(problem, "notebook")
         return None
-    grid, mistakes = _with_checked_values(path, document, notebook, sections, wrong)
-    if len(report.problems) == before:
+    grid = _with_checked_values(path, document, notebook, sections, wrong)
+    if well_formed:
         _check_points(grid, wrong)
-    return grid if len(report.problems) - before == mistakes else None
+    else:  # a parameter that seems to have its default may have been meant to have another value
+        written = {name: value for name, value in grid.base.items() if name in sections["fixed"]}
+        grid = replace(grid, base=written)
+    return replace(grid, wrong=len(report.problems) > before)
 
 
 def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
-    """Check the top-level keys, `experiment` and `timeout_s`."""
-    strange = [name for name in spec if name not in KEYS]
-    for name in strange:
-        known = KEYS if len(strange) <= MAX_PROBLEMS else ()
-        hint = meant(name, known, f"; the keys are {', '.join(KEYS)}")
-        wrong(f"unknown key {name!r:.60}{hint}", name)
+    """Check `experiment` and `timeout_s`."""
     title = spec.get("experiment")
     fits = title is None or (isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title))
     if not fits or notebooks.value_problem(title or ""):
@@ -172,7 +176,12 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
 def _well_formed(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
     """`fixed`, `grid`, `include`, `exclude` and `seeds`, without what is no mapping or list where
     one belongs."""
-    good: dict[str, Any] = {"fixed": {}, "grid": {}, "include": [], "exclude": []}
+    strange = [name for name in spec if name not in KEYS]
+    for name in strange:
+        known = KEYS if len(strange) <= MAX_PROBLEMS else ()
+        hint = meant(name, known, f"; the keys are {', '.join(KEYS)}")
+        wrong(f"unknown key {name!r:.60}{hint}", name)
+    good: dict[str, Any] = {"fixed": {}, "grid": {}}
     for name in ("fixed", "grid"):
         value = spec.get(name)
         if name == "grid" and name in spec and not value:
@@ -181,10 +190,6 @@ def _well_formed(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
             good[name] = value
         elif value is not None:
             wrong(f"{name} must be a mapping from parameter names to values", name)
-    for name, values in good["grid"].items():
-        if not isinstance(values, list) or not values:
-            wrong(f"grid.{shown(name)} must be a list of at least one value", "grid", name)
-    good["grid"] = {n: v for n, v in good["grid"].items() if isinstance(v, list)}
     for name in ("include", "exclude"):
         value = spec.get(name)
         entries = value if isinstance(value, list) else []
@@ -194,7 +199,7 @@ def _well_formed(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
             wrong(what, name)
         for i in odd:
             wrong(what, name, i)
-        good[name] = [] if odd else entries
+        good[name] = {i: entry for i, entry in enumerate(entries) if i not in odd}
     if "seeds" in spec:
         good["seeds"] = spec["seeds"]
         if not isinstance(spec["seeds"], list) or not spec["seeds"]:
@@ -236,34 +241,43 @@ def _find(grid_file: Path, named: Any) -> Path:
 def _with_checked_values(
     path: Path, document: yaml_lines.Document, notebook: Notebook, sections: dict[str, Any],
     wrong: Wrong,
-) -> tuple[Grid, int]:  # fmt: skip
-    """Check every value against its parameter. The grid, and how many values are of a wrong type;
-    it is sound if no other problem was reported."""
+) -> Grid:  # fmt: skip
+    """Check every value against its parameter."""
     parameters = notebook.parameters
-    entries = (sections["fixed"], sections["grid"], *sections["include"], *sections["exclude"])
+    several = (*sections["include"].values(), *sections["exclude"].values())
+    entries = (sections["fixed"], sections["grid"], *several)
     hints = len({name for entry in entries for name in entry} - parameters.keys()) <= MAX_PROBLEMS
 
-    mistyped: list[str] = []
+    left_out = set[str]()
+
+    def refuse(problem: str, name: str, *where: str | int) -> None:
+        wrong(f"{where[0]}.{shown(name)} {problem}", *where)
+        near = difflib.get_close_matches(str(name), parameters, 1) if hints else []
+        left_out.update((name, *near))
+
+    def wrong_seeds(what: str, *where: str | int) -> None:
+        wrong(what, *where)
+        left_out.add("seed")
 
     def checked(name: str, value: Any, *where: str | int) -> Any:
         """The coerced value, or the value itself if it has a problem, which is reported."""
         problem = _name_problem(parameters, name, hints)
         problem = redact.REFUSED if redact.is_secret(name, value) else problem
-        if not problem and (problem := parameters[name].problem(value)):
-            mistyped.append(name)
-        if problem:
+        if problem := problem or parameters[name].problem(value):
             about = f" ({name}: {PARAMETERS[name].help})" if name in PARAMETERS else ""
-            wrong(f"{where[0]}.{shown(name)} {problem}{about}", *where)
+            refuse(f"{problem}{about}", name, *where)
         return value if problem else parameters[name].coerced(value)
 
     fixed = {n: checked(n, v, "fixed", n) for n, v in sections["fixed"].items()}
     axes: dict[str, list[Any]] = {}
     for name, values in sections["grid"].items():
         if problem := _name_problem(parameters, name, hints):
-            wrong(f"grid.{shown(name)} {problem}", "grid", name)
+            refuse(problem, name, "grid", name)
+        elif not isinstance(values, list) or not values:
+            refuse("must be a list of at least one value", name, "grid", name)
         else:
             axes[name] = [checked(name, v, "grid", name, i) for i, v in enumerate(values)]
-    if "seeds" in sections and _are_seeds(sections["seeds"], notebook, axes, wrong):
+    if "seeds" in sections and _are_seeds(sections["seeds"], notebook, axes, wrong_seeds):
         axes["seed"] = sections["seeds"]
     lines: dict[str, dict[Any, int]] = {}
     for name, values in axes.items():
@@ -280,24 +294,22 @@ def _with_checked_values(
     include, exclude = (
         {
             i: {n: checked(n, v, name, i, n) for n, v in entry.items()}
-            for i, entry in enumerate(sections[name])
+            for i, entry in sections[name].items()
         }
         for name in ("include", "exclude")
     )
     base = {name: p.default for name, p in parameters.items()} | fixed
-    product = bool(axes) or not include
-    left_out = frozenset(mistyped)
+    spec = document.value
+    product = bool(spec.get("grid") or spec.get("seeds") or not spec.get("include"))
 
     def sound(entry: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in entry.items() if name not in left_out}
 
-    grid = Grid(
+    return Grid(
         path, document, notebook, sound(base), sound(axes),
         {i: sound(entry) for i, entry in include.items()},
-        [entry for entry in exclude.values() if left_out.isdisjoint(entry)], product, lines,
-        left_out,
+        exclude, product, lines,
     )  # fmt: skip
-    return grid, len(mistyped)
 
 
 def _are_seeds(
@@ -339,22 +351,27 @@ def _check_points(grid: Grid, wrong: Wrong) -> None:
 
 
 def _check_exclude(grid: Grid, domains: dict[str, set[Any]], wrong: Wrong) -> None:
-    for i, entry in enumerate(grid.exclude if grid.product else []):
-        absent = [name for name, value in entry.items() if canonical(value) not in domains[name]]
+    for i, entry in grid.exclude.items() if grid.product else ():
+        there = (name for name in entry if name in domains)
+        absent = [name for name in there if canonical(entry[name]) not in domains[name]]
         for name in absent[:1]:
             only = listed(grid.axes.get(name, [grid.base[name]]))
             never = f"{name} is never {shown(entry[name])}; its values are {only}"
             wrong(f"exclude matches no point: {never}", "exclude", i, name)
-    if grid.exclude and grid.size <= MAX_POINTS and next(grid.combinations(), None) is None:
+    few = grid.whole and grid.size <= MAX_POINTS
+    if grid.exclude and few and next(grid.combinations(), None) is None:
         wrong("exclude removes every point: nothing would run", "exclude")
 
 
 def _check_include(grid: Grid, domains: dict[str, set[Any]], wrong: Wrong) -> None:
     first: dict[Any, int] = {}
+    product = grid.product and grid.whole
     for i, entry in grid.include.items():
+        if len(entry) < len(grid.document.value["include"][i]):
+            continue  # some of it was left out
         params = grid.base | entry
-        of_grid = grid.product and all(canonical(v) in domains[name] for name, v in params.items())
-        of_grid = of_grid and not any(_matches(params, e) for e in grid.exclude)
+        of_grid = product and all(canonical(v) in domains[name] for name, v in params.items())
+        of_grid = of_grid and not any(_matches(params, e) for e in grid.exclude.values())
         earlier = first.setdefault(tuple(map(canonical, params.values())), i)
         if earlier != i:
             line = grid.document.line("include", earlier)
@@ -389,7 +406,9 @@ def distinct(values: list[Any]) -> list[Any]:
 
 
 def _matches(params: dict[str, Any], pattern: dict[str, Any]) -> bool:
-    return all(canonical(params[name]) == canonical(value) for name, value in pattern.items())
+    """Whether parameters have these values; those that are left out may have them."""
+    shared = params.keys() & pattern.keys()
+    return bool(shared) and all(canonical(params[n]) == canonical(pattern[n]) for n in shared)
 
 
 def _axis(document: yaml_lines.Document, name: str) -> tuple[str, ...]:

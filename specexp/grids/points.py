@@ -110,11 +110,8 @@ def _points(
     grid: Grid, known: Known, together: bool, checked: bool, report: Report
 ) -> Iterator[Point]:
     """The points of a grid up to the first with a problem; all of them are checked."""
-    spec, path, varying = grid.document.value, grid.notebook.path, grid.varying
-    experiment = spec.get("experiment") or path.stem
-    timeout = float(spec.get("timeout_s") or TIMEOUT_S)
-    file, folder = grid.path.parent.resolve() / grid.path.name, grid.path.resolve().parent
-    among = {name: grid.values(name) for name in varying}
+    path, varying, folder = grid.notebook.path, grid.varying, grid.path.resolve().parent
+    among = {} if grid.wrong else {name: grid.values(name) for name in varying}
     wrong: dict[str, set[int]] = {}  # the problems, each with the lines of the values to change
     good: dict[str, Identity] = {}  # of points that differ in nothing but their seeds
     for written, entry in grid.combinations():
@@ -122,14 +119,13 @@ def _points(
             params, problems = _moved(grid, folder, written, entry)
             seed = {name: params[name] for name in params.keys() & {"seed"}}
             rest = repr(params | {"seed": None})
-            found = None if problems else good.get(rest)
-            if found:
+            if found := good.get(rest):
                 problems = [*parameters.problems_of_values(seed)]
-            elif not problems:
-                problems, found = _checked(grid, params, known, together, checked)
-                for i, problem in enumerate(problems):
+            else:
+                further, found = _checked(grid, params, known, together, checked)
+                for problem in further:
                     what = paths.as_written(problem.what, params, path.parent, folder)
-                    problems[i] = replace(problem, what=what)
+                    problems.append(replace(problem, what=what))
         for problem in problems:
             lines_of = (grid.where(name, written, entry) for name in problem.names)
             line = next(filter(None, lines_of), grid.line)
@@ -140,8 +136,10 @@ def _points(
         if not wrong:
             found = replace(found, parts=found.parts | {"params": identity.digest(params)})
             key, name = identity.digest(found.parts), mlflow_view.run_name(written, varying, among)
-            yield Point(name or path.stem, file, path, experiment, params, varying, timeout, found,
-                        key, grid.notebook.timed)  # fmt: skip
+            spec, file = grid.document.value, grid.path.parent.resolve() / grid.path.name
+            yield Point(name or path.stem, file, path, spec.get("experiment") or path.stem, params,
+                        varying, float(spec.get("timeout_s") or TIMEOUT_S), found, key,
+                        grid.notebook.timed)  # fmt: skip
     for what, numbers in wrong.items():
         for line in numbers:
             report.add(grid.path, line, what)
@@ -245,13 +243,15 @@ def _moved(
     grid: Grid, folder: Path, written: dict[str, Any], entry: int | None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """A point's parameters, with the paths that its grid file, in this folder, sets as they are
-    from the notebook's folder; and what is no path from the grid file. `entry`: of `include`."""
+    from the notebook's folder; and the problems of those, left out, that are no path from the grid
+    file. `entry`: of `include`."""
     params, problems = dict(written), list[Problem]()
     for name in filter(paths.may_name, written):
         if grid.where(name, written, entry):
             try:
                 params[name] = paths.moved(name, written[name], folder, grid.notebook.path.parent)
             except UserError as e:
+                del params[name]
                 problems.append(Problem(str(e), (name,)))
     return params, problems
 
@@ -260,10 +260,12 @@ def _checked(
     grid: Grid, params: dict[str, Any], known: Known, together: bool, checked: bool
 ) -> tuple[list[Problem], Identity | None]:
     """The problems of a point, those with its models only if it is to be `checked`; if there are
-    none, its identity, unless some of its parameters are unknown."""
+    none, its identity, unless something is wrong already or parameters are left out."""
+    left_out = grid.notebook.parameters.keys() - params.keys()
     try:
-        if grid.mistyped:
-            return parameters.problems_of(params, None, known) if checked else [], None
+        if grid.wrong or left_out:
+            problems = parameters.problems_of(params, None, known, wrong=left_out)
+            return problems if checked else [], None
         identity.files_of(params, grid.notebook, known)
         if checked and (problems := parameters.problems_of(params, None, known)):
             return problems, None

@@ -8,7 +8,7 @@ that is not in the cache.
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ class _Findings:
 
 
 def problems_of(
-    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: set[str]
+    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: Set[str]
 ) -> list[Problem]:
     """The problems of these parameters together. `wrong`: those whose own value is wrong already;
     if there are any, memory is not asked about."""
@@ -77,7 +77,7 @@ def problems_of(
         findings.check(known.cached, facts_of_gpu, device, blame=("device",))
     deepest = MOST
     if "target" in params:
-        pairings, longest = _check_models(params, texts, known, findings)
+        pairings, longest = _check_models(params, texts, known, findings, wrong)
         if pairings and not (findings.problems or wrong):
             _check_memory(params, pairings, longest, known, findings)
         deepest = min([deepest, *(pairing.limits.deepest for pairing in pairings)])
@@ -86,7 +86,7 @@ def problems_of(
 
 
 def problems_of_texts(
-    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: set[str]
+    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: Set[str]
 ) -> list[Problem]:
     """Those of `problems_of` that names, numbers and the prompts show, without torch."""
     findings = _Findings(params)
@@ -97,14 +97,14 @@ def problems_of_texts(
 
 def _check_texts(
     params: Params, texts: list[prompts.Prompt] | None, known: Known, findings: _Findings,
-    wrong: set[str],
+    wrong: Set[str],
 ) -> list[prompts.Prompt]:  # fmt: skip
     """Problems of names and numbers; returns the prompts."""
     for gamma in values(params, "gamma", "gammas") or [1]:
         for shape in values(params, "tree", "trees") or ["chain"]:
             findings.check(Tree.parse, shape, gamma, blame=("gamma", "gammas", "tree", "trees"))
     if texts is None:
-        categories = tuple(params.get("categories") or ()) or None
+        categories = None if "prompts" in wrong else tuple(params.get("categories") or ()) or None
         limit = None if "limit" in wrong else params.get("limit")
         source = prompts.load, params.get("prompts", "all"), categories, limit
         texts = findings.check(known, *source, blame=("prompts", "limit", "categories")) or []
@@ -113,7 +113,7 @@ def _check_texts(
             findings.check(known, fitting.rule, rule, blame=("rule", "rules"))
     if "target" in params:
         there = findings.check(known, naming.locate, params["target"], blame=("target",))
-        each = {options["drafter"]: options for options in each_pairing(params) if there}
+        each = {options["drafter"]: options for options in each_pairing(params, wrong) if there}
         for drafter, options in each.items():
             blame = [*_naming(options, params), "target", "dtype"]
             question = naming.insist_on_drafter, drafter, params["target"]
@@ -142,7 +142,7 @@ def facts_of_policy(policy: str, deepest: int, fluid: bool) -> Answer:
 
 
 def _check_models(
-    params: Params, texts: list[prompts.Prompt], known: Known, findings: _Findings
+    params: Params, texts: list[prompts.Prompt], known: Known, findings: _Findings, wrong: Set[str]
 ) -> tuple[list[Candidate], int]:
     """The pairings that can be built, and the tokens of the longest prompt with its output."""
     target = params["target"]
@@ -150,7 +150,7 @@ def _check_models(
     if not facts:
         return [], 0
     pairings = []
-    for options in each_pairing(params):
+    for options in each_pairing(params, wrong):
         blame = *_naming(options, params), "target", "dtype"
         if pairing := findings.check(candidate, options, facts["vocab"], known, blame=blame):
             pairings.append(pairing)
@@ -361,10 +361,12 @@ def needed(pairing: Candidate, batch: int, tokens: int, new: int = 0) -> memory.
     )
 
 
-def each_pairing(params: Params) -> Iterator[dict[str, Any]]:
+def each_pairing(params: Params, wrong: Set[str] = frozenset()) -> Iterator[dict[str, Any]]:
     """Every combination of pairing options that these parameters name, singly or in lists. `rivals`
-    are compared at `temperature` only, not at each of `temperatures`, and not on `trees`."""
-    yield from _combined(params)
+    are compared at `temperature` only, not at each of `temperatures`, and not on `trees`. A drafter
+    that is `wrong` and left out is not taken for the default one."""
+    if "drafter" in params or "drafters" in params or not wrong & {"drafter", "drafters"}:
+        yield from _combined(params)
     beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures", "trees")}
     for rival in values(params, "rivals"):
         yield from _combined(beside | {"drafter": rival})

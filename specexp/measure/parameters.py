@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,14 +214,15 @@ def insist(
 
 
 def problems_of(
-    params: Mapping[str, Any], texts: list[Prompt] | None, known: Known, light: bool = False
-) -> list[Problem]:
+    params: Mapping[str, Any], texts: list[Prompt] | None, known: Known, light: bool = False,
+    wrong: Set[str] = frozenset(),
+) -> list[Problem]:  # fmt: skip
     """Every problem with these parameters, reusing what earlier checks looked up; if `light`, those
-    that show without torch."""
+    that show without torch. `wrong`: parameters that are left out, as they have no value yet."""
     from specexp.measure import feasible
 
     problems = list(problems_of_values(params))
-    wrong = {name for problem in problems for name in problem.names}
+    wrong = wrong | {name for problem in problems for name in problem.names}
     further = feasible.problems_of_texts if light else feasible.problems_of
     problems += further(params, texts, known, wrong)
     first: dict[str, Problem] = {}

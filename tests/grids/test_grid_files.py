@@ -487,6 +487,52 @@ def test_value_of_a_wrong_type_hides_no_other_mistake(load):
     assert [line.split(" ")[0] for line in said] == ["3:", "4:", "5:", "7:", "8:"]
 
 
+MANY_KINDS = """\
+notebook: {}
+fixed:
+  prompts: nowhere.txt
+  max_new_tokens: many
+  tempratures: [0.0]
+  rivals: [far/away]
+grid:
+  drafter: [ngram, mrgan]
+  gamma: [2, 2, -2]
+seeds: [1]
+exclude: [{{gamma: 7}}]
+include: [{{drafter: ngram}}, {{drafter: ngram}}]
+timeout_s: soon
+"""
+
+
+def test_mistakes_of_every_kind_are_reported_together(load):
+    text = MANY_KINDS.format(ACCEPTANCE)
+    sure = "3 no prompts", "4 needs a whole", "5 did you mean", "9 twice", "9 -2", "13 timeout_s"
+    of_a_whole_file = "6 far/away", "8 mrgan", "11 never 7", "12 repeats the point"
+    for more, found in {"": sure + of_a_whole_file, "gird: 3": (*sure, "14 unknown key")}.items():
+        said = refusal(load, text + more)
+        for line, words in (each.split(" ", 1) for each in found):
+            assert any(s.startswith(f"{line}: ") and words in s for s in said), (words, said)
+        assert len(said) == len(found), said
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"fixed": {"target": "sibling-1m", "drafter": 3}},
+        {"fixed": {"target": "sibling-1m", "draftr": "ngram"}},
+        {"fixed": {"target": "sibling-1m"}, "gird": {"drafter": ["ngram"]}},
+        {"fixed": {"target": "sibling-1m"}, "grid": {"drafter": "ngram"}},
+        {"fixed": {"target": "sibling-1m"}, "grid": ["drafter"], "exclude": [{"gamma": 9}]},
+        {"include": [{"rivals": []}, {"rivals": [], "limit": "many"}]},
+        {"grid": {"gamma": [2]}, "seeds": 3, "exclude": [{"seed": 3}]},
+        {"grid": {"gama": [2]}, "exclude": [{"gamma": 7}], "include": [{"gamma": 3}]},
+    ],
+    ids=repr,
+)
+def test_what_a_mistake_hides_is_not_guessed_and_then_refused(load, wrong):
+    assert len(refusal(load, {"notebook": str(ACCEPTANCE)} | wrong)) == 1
+
+
 @pytest.mark.parametrize(
     "path", one_in(3, sorted(ACCEPTANCE.parent.glob("[1-6]*.ipynb"))), ids=lambda p: p.stem
 )
