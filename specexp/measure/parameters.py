@@ -66,6 +66,11 @@ def _positive(name: str, value: Any) -> None:
         raise UserError(f"{name} is {value}; it must be positive and finite")
 
 
+def _drafting(name: str, value: Any) -> None:
+    if value == 0:
+        raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
+
+
 def _sampling(name: str, value: Any) -> None:
     fitting.check_sampling(**{name: value})
 
@@ -101,7 +106,7 @@ PARAMETERS: dict[str, Parameter] = {
     "targets": Parameter("list", "target models", each="target"),
     "drafters": Parameter("list", "drafters", each="drafter"),
     "rivals": Parameter("list", "other drafters", each="drafter"),
-    "gamma": Parameter("int", "draft length"),
+    "gamma": Parameter("int", "draft length", _drafting),
     "gammas": Parameter("list", "draft lengths", each="gamma", empty=False),
     "tree": Parameter("str", "shape of a draft: chain, 3x2x1 or grown:16", default="chain"),
     "trees": Parameter("list", "other shapes of the draft; [] for none", each="tree"),

@@ -815,6 +815,7 @@ def test_notebook_outside_the_project_is_refused(tmp_path):
 
 
 MEANING = {
+    "no draft": ("grid:\n  gamma: [2,\n    0]", {4: "gamma is 0, so nothing is drafted"}),
     "an axis value": ("grid:\n  gamma: [2,\n    -1]", {4: "gamma is -1"}),
     "a fixed value": ("fixed:\n  limit: 5\n  rule: rejct", {4: "did you mean 'reject'?"}),
     "a drafter": ("grid:\n  drafter:\n  - ngram\n  - nrgam\n  gamma: [1, 2]", {5: "nrgam"}),
@@ -889,6 +890,7 @@ def test_check_rejects_policy_deeper_than_its_drafter():
     ("params", "said"),
     [
         ({"gammas": []}, "gammas is empty; give at least one"),
+        ({"gammas": [0, 2]}, "gamma is 0, so nothing is drafted; use 1 or more"),
         ({"streams": []}, "streams is empty; give at least one"),
         ({"swing": 1.5}, "swing is 1.5; it is a share of the mean rate, from 0 to 1"),
         ({"policy": "bandit", "requests_per_day": 9},

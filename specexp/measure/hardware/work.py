@@ -23,8 +23,6 @@ def insist(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -
         for name in names
         if name not in NAMES
     ]
-    if options["gamma"] == 0:
-        problems.append("gamma is 0; to measure speculation it must be 1 or more")
     batches = options.get("batches", [1])
     most = max(MAX_BATCH, min(batches))  # rows of the largest batch that generates
     parameters.insist(options | {"batches": [min(b, most) for b in batches]}, texts, problems)
