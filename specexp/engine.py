@@ -186,8 +186,8 @@ class Engine:
             NonFiniteLogits: a model produced NaN or infinite logits.
         """
         known = self.target.config.vocab_size  # prompts may hold tokens that it never emits
-        for row, prompt in enumerate(prompts):
-            token_ids(prompt, f"prompt {row}", known)
+        for number, prompt in enumerate(prompts, 1):
+            token_ids(prompt, f"prompt {number}", known)
         check_type("max_new_tokens", max_new_tokens, "int")
         for stream in streams or ():
             check_type("a stream", stream, "int")
@@ -263,7 +263,9 @@ class Engine:
         live = self.steps(report)
         for step in live:
             if step.broken:
-                raise NonFiniteLogits(f"{step.broken} in row {step.row}: no token of it was kept")
+                raise NonFiniteLogits(
+                    f"{step.broken} in row {step.row + 1}: no token of it was kept"
+                )
         return Round(end_s, len(tree), tree.depth, tuple(live))
 
 

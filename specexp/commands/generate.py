@@ -70,7 +70,7 @@ def generate(
     if prompt is None:
         texts = load(str(prompts), None, limit)
     else:
-        texts = Prompts([Prompt(0, "command line", (prompt,))], "")
+        texts = Prompts([Prompt(1, "command line", (prompt,))], "")
     parameters.insist(options | {"max_new_tokens": max_new_tokens, "chat": chat}, texts)
 
     from specexp import api
@@ -82,7 +82,8 @@ def generate(
         opt.console.print(f"{texts}\n", style="dim")
     every: list[tuple[Acceptance, dict[str, Any]]] = []
     trees = rounds and not Tree.parse(tree, pairing.options["gamma"]).is_chain
-    for number, text in enumerate(question.text for question in texts):
+    for question in texts:
+        text = question.text
         speed, output = _timed(pairing, text, max_new_tokens)
         output, parents = _rerun(pairing, text, max_new_tokens) if trees else (output, [])
         exact = certify(pairing.engine, pairing.encode([text]), max_new_tokens)
@@ -91,9 +92,9 @@ def generate(
             shown = {"prompts": str(texts)} | _as_dict(pairing, text, output, exact, parents)
             print(opt.json_text(shown | {"speed": speed}))
         else:
-            if number:
-                opt.console.rule(style="dim")
-            _show(pairing, text, output, rounds, parents)
+            if len(texts) > 1:
+                opt.console.rule(Text(f"prompt {question.question_id}"), style="dim")
+            _show(pairing, text, output, rounds, parents, legend=not every)
             doubt = f"; doubtful: runs differ by {speed['spread']:.1f}x, is the machine busy?"
             doubt = "; doubtful: its drafter remembers text" if exact.remembers else doubt
             opt.say(
@@ -194,8 +195,9 @@ def _as_dict(
 
 
 def _show(
-    pairing: Pairing, text: str, output: Output, rounds: bool, parents: Sequence[Sequence[int]]
-) -> None:
+    pairing: Pairing, text: str, output: Output, rounds: bool, parents: Sequence[Sequence[int]],
+    legend: bool,
+) -> None:  # fmt: skip
     """The output by kind of token, in colours or, where there are none, in marks."""
     from specexp.figures import tokens
 
@@ -205,7 +207,7 @@ def _show(
     if rounds:
         lines = tokens.by_round(pairing, trace.rounds, output.tokens[0], parents=parents)
         parts += [Text("\nround  accepted/drafted", "dim"), lines]
-    for part in [*parts, Text("\n").append_text(tokens.legend(rounds))]:
+    for part in [*parts, Text("\n").append_text(tokens.legend(rounds)) if legend else Text()]:
         opt.say(part if coloured else tokens.marked(part))
     opt.say(str(trace.acceptance))
     if pairing.followed:

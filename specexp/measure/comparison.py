@@ -49,7 +49,7 @@ def with_plain(
         raise UserError("no prompts given; pass at least one")
     if repeats < 1:
         raise UserError(f"repeats is {repeats}; it must be 1 or more")
-    prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts)]
+    prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts, 1)]
     arms = {pairing.drafter: pairing}
     samples = one_pairing.latency_by_arm(arms, prompts, max_new_tokens, repeats)
     [row] = summaries.speedups(samples, "arm").to_dict("records")

@@ -277,10 +277,15 @@ def test_a_terminal_without_colours_has_marks(run, tiny_folders, monkeypatch, pl
 
 def test_several_prompts_are_separated_by_a_rule_and_counted_together(run, tiny_folders, questions):
     words = ("generate", "--target", tiny_folders[0], "--drafter", "plain", "--max-new-tokens", "2")
-    lines = run(*words, "--prompts", questions, "--limit", "2")[1].splitlines()
-    rule, last = (i for i, line in enumerate(lines) if line and not line.strip("─"))
-    first, second = lines.index("text 0"), lines.index("text 1")
-    assert first < rule < second < last
+    out = run(*words, "--prompts", questions, "--limit", "2")[1]
+    lines = out.splitlines()
+    rules = [i for i, line in enumerate(lines) if line.startswith("──")]
+    kept = Path(questions).read_text().splitlines()[:2]
+    numbers = [json.loads(line)["question_id"] for line in kept]
+    assert [lines[i].strip("─ ") for i in rules] == [*(f"prompt {n}" for n in numbers), ""]
+    assert (lines[rules[0] + 1], lines[rules[1] + 1]) == ("text 0", "text 1")
+    assert out.count("[draft token accepted]") == 1, "the legend"
+    last = rules[-1]
     assert lines[last + 1] == "all 2 prompts: 4 tokens in 4 target passes: 1.00 per pass"
     assert re.match(r"speedup [\d.]+ \[[\d.]+, [\d.]+\]: .*too few prompts", lines[last + 2])
 
@@ -438,7 +443,7 @@ BAD = {
     "folder": (["--target", "./test", "--prompt", "a"], "did you mean 'tests'?"),
     "prompts file": (["--prompts", "missing.jsonl", "--drafter", "plain"], "missing.jsonl"),
     "empty": (["--prompt", "", "--drafter", "plain"], "a prompt is empty"),
-    "too long": (["--prompt", "a b " * 200, "--drafter", "plain"], "more than the 128-token"),
+    "too long": (["--prompt", "a b " * 200, "--drafter", "plain"], "prompt 1 with 64 new tokens"),
     "no tokens": (["--prompt", "a", "--drafter", "plain", "--max-new-tokens", "0"], "1 or more"),
 }
 

@@ -366,7 +366,7 @@ def test_non_finite_logits_stop_the_run_and_name_the_model(culprit, value):
     broken = target if culprit == "target" else draft
     broken.module.model.embed_tokens.weight[31] = value
     made = Engine(target, DraftModel(draft, law), Fixed(Tree.chain(3)), law)
-    with pytest.raises(NonFiniteLogits, match=rf"{culprit} .* row 1"):
+    with pytest.raises(NonFiniteLogits, match=rf"{culprit} .* row 2"):
         made.generate([[1, 2], [3, 31]], 4)
     assert made.generate([[1, 2, 3]], 1).tokens[0] != []
 

@@ -99,7 +99,7 @@ def test_row_whose_tokens_are_all_ruled_out_is_named(round_, temperature):
     made = processed(engine(*round_, temperature=temperature), no_repeat_ngram_size=1)
     [tokens] = made.generate([PROMPTS[0]], V - 1).tokens
     assert sorted(PROMPTS[0] + tokens) == list(range(V))
-    said = "no token is left by no_repeat_ngram_size of the generation config of target in row 1: "
+    said = "no token is left by no_repeat_ngram_size of the generation config of target in row 2: "
     with pytest.raises(NonFiniteLogits, match=said):
         made.generate(PROMPTS[:2], V - 1)
     assert made.generate([PROMPTS[0]], V - 1).tokens == [tokens], "and the next text is unharmed"
