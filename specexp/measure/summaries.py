@@ -277,7 +277,7 @@ def verdict(row: pd.Series) -> str:
     claim, but, doubt = statistics.verdict(speedup).partition(", but ")
     claim, _, loss = claim.partition(", ")
     picked = f"{row.get('measured', speedup.value):.2f}x"
-    luck = f" ({picked} with the luck of the pick)" * (picked != f"{speedup.value:.2f}x")
+    luck = f" ({picked} without cross-validation)" * (picked != f"{speedup.value:.2f}x")
     than = f": {loss}" * bool(loss)
     return f"{claim} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{than}{but}{doubt}"
 

@@ -106,6 +106,13 @@ def test_clearly_faster_arm_among_slow_ones_is_found():
     assert summaries.best_is_certain(measured, "speedup")
 
 
+def test_figure_of_the_fastest_says_which_one_is_cross_validated():
+    measured = summaries.speedups(equal_arms(np.random.default_rng(0), 40, 5), "gamma")
+    best = summaries.fastest(measured)
+    assert best["speedup"] < best["measured"]
+    assert f" ({best['measured']:.2f}x without cross-validation)" in summaries.verdict(best)
+
+
 @pytest.mark.parametrize(("prompts", "least"), [(5, 0.4), (20, 0.8)])
 def test_share_of_all_accepted_is_not_certain(prompts, least):
     """As if every prompt were one draft token: the interval of Clopper and Pearson."""
