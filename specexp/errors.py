@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+PATIENCE_S = 2.0
 DEEPEST, LONGEST = 5, 40  # parts of a path in a name, and characters, at most
 _TYPES = {
     "int": (Integral, "a whole number"), "float": (Real, "a number"), "str": (str, "a text"),
@@ -87,6 +88,23 @@ def _one_report() -> Iterator[None]:
             if not panic:
                 with suppress(OSError):  # nobody may read it
                     os.write(2, aside.read())
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say on stderr what is being waited for, where that takes longer than PATIENCE_S."""
+    own = sys.stderr is not None and sys.stderr is sys.__stderr__
+    stderr = os.fdopen(os.dup(2), "w") if own else sys.stderr  # also within `refusing`
+    how = {"file": stderr, "flush": True}
+    timer = threading.Timer(PATIENCE_S, print, [f"waiting for {what}"], how)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if own:
+            stderr.close()
 
 
 def first_line(e: BaseException) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ import huggingface_hub  # imports a function when it is used
 from safetensors import safe_open
 
 from specexp import fitting
-from specexp.errors import UserError, refusing
+from specexp.errors import UserError, first_line, refusing, waiting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +83,25 @@ class Head:
     def _nested(self) -> dict[str, Any]:
         nested = self.config.get("eagle_config")
         return nested if isinstance(nested, dict) else {}
+
+
+def hub(source: str) -> AbstractContextManager[None]:
+    """Says what is being waited for where `source` is a hub id and the hub is slow."""
+    slow = f"{source} from the hub (HF_HUB_OFFLINE=1 takes what is in the cache)"
+    return nullcontext() if Path(source).is_dir() else waiting(slow)
+
+
+@contextmanager
+def from_hub(source: str) -> Iterator[None]:
+    """Raises UserError, with what to do, for whatever fails while a hub id is fetched."""
+    try:
+        with hub(source):
+            yield
+    except Exception as e:  # of networks there are many
+        raise UserError(
+            f"cannot get {source} from the hub: {first_line(e).rstrip('.')}; check the network and "
+            "HF_HUB_OFFLINE, run `hf auth login` for a gated model, or name a local folder"
+        ) from e
 
 
 def read(source: str | Path) -> Head:
@@ -151,7 +172,7 @@ def _weights(source: str) -> Path:
     for pattern in _WEIGHTS:
         folder = Path(source)
         if not folder.is_dir():
-            with refusing(f"cannot read the heads {source}"):
+            with from_hub(source):
                 wanted = ["config.json", pattern]
                 folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
         files = sorted(folder.glob(pattern))

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from specexp import fitting
 from specexp.errors import UserError, first_line, ran_out, refusing, warn_once
-from specexp.models import int8, memory, recurrent, servable
+from specexp.models import head_files, int8, memory, recurrent, servable
 from specexp.models.lm import LM, Unfused, network, shorten_head
 from specexp.models.memory import gib, layers
 from specexp.ops import op
@@ -277,19 +277,12 @@ def _version(source: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _config(source: str, version: Any) -> Any:
-    folder = Path(source)
+    folder, what = Path(source), f"cannot read the model {source}"
     if folder.is_dir():
         servable.check_files(folder)
-    with refusing(f"cannot read the model {source}"):  # wrong values may raise anything
-        try:
-            described, _ = transformers.PreTrainedConfig.get_config_dict(source)
-        except OSError as e:
-            if folder.is_dir():
-                raise
-            raise UserError(
-                f"cannot get {source} from the hub: {first_line(e).rstrip('.')}; check the network "
-                "and HF_HUB_OFFLINE, run `hf auth login` for a gated model, or name a local folder"
-            ) from e
+    with refusing(what) if folder.is_dir() else head_files.from_hub(source):
+        described, _ = transformers.PreTrainedConfig.get_config_dict(source)
+    with refusing(what):  # wrong values may raise anything
         servable.check_config_json(described, source)
         kind = described.get("model_type")
         if "auto_map" in described and kind not in transformers.CONFIG_MAPPING:
@@ -314,7 +307,7 @@ def _config(source: str, version: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _tokenizer(source: str, version: Any) -> Any:
-    with refusing(f"cannot read the tokenizer of {source}"):
+    with head_files.hub(source), refusing(f"cannot read the tokenizer of {source}"):
         return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
@@ -339,7 +332,7 @@ def text_of(tokenizer: Any, tokens: Sequence[int], **how: bool) -> str:
 
 @lru_cache(maxsize=64)
 def _generation(source: str, version: Any) -> Any:
-    with refusing(f"cannot read generation_config.json of {source}"):
+    with head_files.hub(source), refusing(f"cannot read generation_config.json of {source}"):
         try:
             return transformers.GenerationConfig.from_pretrained(source)
         except OSError:

