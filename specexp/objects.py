@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from specexp.errors import UserError, first_line
@@ -58,7 +60,7 @@ def find(kind: str, text: str) -> tuple[Any, str] | None:
     if not (parts := _WRITTEN.fullmatch(text)):
         return None
     module, name, argument = parts[1], parts[2], parts[3] or ""
-    with _here():
+    with _here(module):
         if not _exists(module):
             return None
         loaded = _attempt(kind, text, lambda: importlib.import_module(module))
@@ -69,8 +71,7 @@ def find(kind: str, text: str) -> tuple[Any, str] | None:
 
 def is_there(kind: str, text: str) -> bool:
     """Whether a text names an entry point or a module, which is not imported."""
-    with _here():
-        module = module_of(text)
+    with _here(module := module_of(text)):
         return text.partition(":")[0] in registered(kind) or bool(module and _exists(module))
 
 
@@ -137,13 +138,26 @@ def _attempt(kind: str, text: str, importing: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def _here() -> Iterator[None]:
-    """The working folder before all others, as in a notebook."""
-    sys.path.insert(0, here := str(Path.cwd()))
+def _here(module: str) -> Iterator[None]:
+    """The working folder, meanwhile: first for this module, as in a notebook, but last for what it
+    imports, so that a `random.py` there does not stand in for Python's."""
+    here, top = str(Path.cwd()), module.partition(".")[0]
+
+    def first(name: str, *_: Any) -> ModuleSpec | None:
+        mine = name == top and name not in sys.stdlib_module_names
+        spec = PathFinder.find_spec(name, [here]) if mine else None
+        return spec if spec and spec.loader else None  # a folder alone may be anything
+
+    finder: Any = SimpleNamespace(find_spec=first)
+    paths = [here] if here not in sys.path else []
+    sys.meta_path.insert(0, finder)
+    sys.path += paths
     try:
         yield
     finally:
-        sys.path.remove(here)
+        sys.meta_path.remove(finder)
+        for path in paths:
+            sys.path.remove(path)
 
 
 def _exists(module: str) -> bool:

@@ -556,3 +556,25 @@ def test_module_that_fails_on_import_is_named(load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"broken_module:Echo cannot be imported: No module named"):
         load("broken_module:Echo")
+
+
+def test_only_the_named_module_of_the_working_folder_comes_before_others(tmp_path, monkeypatch):
+    """Not a file there that is named as one of Python's, nor a folder as an installed package."""
+    here, installed = tmp_path / "here", tmp_path / "installed"
+    (here / "folder_of_packages").mkdir(parents=True)
+    installed.mkdir()
+    code = "import colorsys, beside_mine\nWhere = (colorsys, 'own')"
+    (here / "drafter_of_mine.py").write_text(code)
+    for path in (here / "colorsys.py", installed / "drafter_of_mine.py"):
+        path.write_text("raise ImportError('shadowed')")
+    (here / "beside_mine.py").touch()
+    (installed / "folder_of_packages.py").write_text("Where = 'installed'")
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.chdir(here)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    before = [*sys.path], [*sys.meta_path]
+    (colorsys, own), _ = objects.find("drafter", "drafter_of_mine:Where")
+    assert (own, hasattr(colorsys, "rgb_to_hsv")) == ("own", True)
+    assert objects.find("rule", "folder_of_packages:Where") == ("installed", "")
+    assert objects.find("policy", "colorsys:rgb_to_hsv") == (colorsys.rgb_to_hsv, "")
+    assert ([*sys.path], [*sys.meta_path]) == before
