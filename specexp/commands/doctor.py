@@ -38,9 +38,9 @@ def examine() -> bool:
         "packages": ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN),
         "device": described(device),
         "free memory": f"{free_memory(device) / 2**30:.1f} GiB",
-        "threads": f"{torch.get_num_threads()} on {usable}, load average {load:.1f}",
+        "threads": f"torch uses {torch.get_num_threads()} on {usable}, load average {load:.1f}",
         "kernels": re.sub(r", [0-9a-f]{8}\b", "", ops.state(device)),  # no digest
-        "without kernels": in_torch if ops.kernels_of(device) else "everything: torch's operations",
+        "torch alone runs": in_torch if ops.kernels_of(device) else "everything",
         "store": f"{root}, {shutil.disk_usage(there).free / 2**30:.1f} GiB free",
         "zoo": zoo or "none: your own models work without",
     }.items():
@@ -89,9 +89,14 @@ def requirements() -> list[Requirement]:
 def speeds(device: torch.device) -> Table:
     """Time of a pass over n tokens relative to one token, by dtype: what verification costs."""
     counts = (1, 2, 6, 16, 64)
-    title = "time of a pass over n tokens (1x: that of one token); near 1x checking drafts is cheap"
-    columns = "one token", "reads"
-    table = terminal.table(title, "dtype", *columns, *(f"n={n}" for n in counts[1:]))
+    size = sum(w.numel() for w in matrices(device)) / 1e6
+    title = (
+        f"speed of matrix products with {size:.0f} million weights, most of what a target pass is: "
+        "the time for 1 token, the weights that are read in it, and the time for n tokens as a "
+        "multiple of it; near 1x, checking a draft of n - 1 tokens is cheap"
+    )
+    several = (f"{n} tokens" for n in counts[1:])
+    table = terminal.table(title, "dtype", "1 token", "weights read", *several)
     for dtype in (torch.float32, torch.bfloat16):
         weights = [w.to(dtype) for w in matrices(device)]
         taken = [[pass_s(weights, n) for n in counts] for _ in range(9)]  # in turns

@@ -531,12 +531,13 @@ def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):
         "torch",
         "device",
         "free memory",
+        "the time for 1 token, the weights that are read in it, and the time for n tokens as a",
         "bfloat16",
-        "without kernels",
+        "torch alone runs",
         "zoo",
         "ready",
     ):
-        assert word in out
+        assert word in " ".join(out.split())
     from specexp.commands import doctor
 
     monkeypatch.setattr(doctor, "missing", lambda: ["papermill: pip install papermill"])
