@@ -92,6 +92,7 @@ def state(device: torch.device) -> str:
 
 def in_torch(device: torch.device) -> list[str]:
     """The names of the operations that run their reference on a device, for every dtype."""
+    kernels_of(device)  # may define further ones
     return sorted({op.reference.__qualname__.removesuffix(".__call__")
                    for op in OPS.values() if _choose(op, device) is op.reference})  # fmt: skip
 
