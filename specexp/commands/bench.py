@@ -53,9 +53,10 @@ def bench(
 
     names = list(dict.fromkeys(suites or work.NAMES))
     options = opt.pairing_options(ctx.params)
-    rows, texts = opt.numbers("batches", batches), questions.load(prompts, limit=work.PROMPTS)
+    rows, limit = opt.numbers("batches", batches), work.PROMPTS
     amounts = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
-    work.insist(names, options | amounts, texts)
+    work.insist(names, options | amounts | {"prompts": prompts, "limit": limit})
+    texts = questions.load(prompts, limit=limit)
 
     from specexp import api
     from specexp.figures import hardware
@@ -131,7 +132,7 @@ def profile(
 
     rows, slots = opt.numbers("batches", batches), opt.numbers("contexts", contexts)
     options = opt.pairing_options(ctx.params | {"gamma": gamma_max})
-    parameters.insist(options | {"batches": rows}, [Prompt(0, "command line", ("a",))])
+    parameters.insist(options | {"batches": rows}, [Prompt(1, "command line", ("a",))])
     if out:
         opt.picture_beside(out)
 

@@ -67,17 +67,15 @@ def generate(
     if limit is not None and prompts is None:
         raise UserError("--limit limits --prompts: leave it out with --prompt")
     options = opt.pairing_options(ctx.params)
-    if prompt is None:
-        texts = load(str(prompts), None, limit)
-    else:
-        texts = Prompts([Prompt(1, "command line", (prompt,))], "")
-    parameters.insist(options | {"max_new_tokens": max_new_tokens, "chat": chat}, texts)
+    texts = None if prompt is None else Prompts([Prompt(1, "command line", (prompt,))], "")
+    own = {"prompts": prompts, "limit": limit, "max_new_tokens": max_new_tokens, "chat": chat}
+    parameters.insist(options | own, texts)
 
     from specexp import api
     from specexp.measure.exactness import certify
 
     pairing = api.load(**options)
-    texts = in_chat(texts, pairing, max_new_tokens, chat)
+    texts = in_chat(texts or load(str(prompts), None, limit), pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
         opt.console.print(f"{texts}\n", style="dim")
     every: list[tuple[Acceptance, dict[str, Any]]] = []

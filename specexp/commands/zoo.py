@@ -161,7 +161,7 @@ def _train_draft(
     drafts.kept_layers(L, layers)
     chats = bool(getattr(pairing.tokenizer, "chat_template", None))
     if asked is None:
-        each = [prompts.Prompt(i, "text", (q,)) for i, q in enumerate(drafts.questions(chats))]
+        each = [prompts.Prompt(i, "text", (q,)) for i, q in enumerate(drafts.questions(chats), 1)]
         asked = prompts.Prompts(each, " about Python's standard library")
     source = f"{asked}{', in its chat' if chats else ''}"
     kept = f"{layers} of {counted(L, 'layer')}"

@@ -210,4 +210,4 @@ def test_bench_refuses_an_unreadable_report(bench, tmp_path, spoil, says):
 
 def test_check_refuses_an_unknown_suite(tiny_folders):
     with pytest.raises(UserError, match="unknown"):
-        work.insist(["x"], {"gamma": 1, "target": tiny_folders[0], "drafter": "plain"}, PROMPTS)
+        work.insist(["x"], {"gamma": 1, "target": tiny_folders[0], "drafter": "plain"})

@@ -500,10 +500,11 @@ def test_lossy_rule_is_not_reported_as_exact(run):
     assert made["exact"]["bugs"] == 0
 
 
-def test_generate_reports_every_problem_at_once(run, tiny_folders):
-    args = ("--drafter", "plain", "--gamma", "-1", "--top-p", "0", "--prompt", "a")
-    _, _, err = run("generate", "--target", tiny_folders[0], *args)
-    assert len(err.strip().splitlines()) == 2
+@pytest.mark.parametrize("command", ["generate --limit 0", "bench --gamma 0", "serve --rows 0"])
+def test_command_reports_every_problem_at_once(run, tiny_folders, command):
+    wrong = ("--temperature", "-1", "--max-new-tokens", "0", "--prompts", "nowhere.txt")
+    _, _, err = run(*command.split(), "--target", tiny_folders[0], "--drafter", "plain", *wrong)
+    assert len(err.strip().splitlines()) == 4, err
 
 
 def test_unknown_target_error_suggests_the_nearest(run):

@@ -5,7 +5,6 @@ from typing import Any
 
 from specexp.errors import meant
 from specexp.measure import parameters
-from specexp.measure.prompts import Prompt
 
 NAMES = ("peers", "roofline", "round")
 WORK = {
@@ -16,7 +15,7 @@ PROMPTS = 5  # how many prompts are used, evenly over categories
 MAX_BATCH = 8  # largest batch size that `peers` compares
 
 
-def insist(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -> None:
+def insist(names: Sequence[str], options: dict[str, Any]) -> None:
     """Raises UserError with every problem, one line each, before any weight is loaded."""
     problems = [
         f"suite {name!r} is unknown{meant(name, NAMES)} (there are {', '.join(NAMES)})"
@@ -25,4 +24,4 @@ def insist(names: Sequence[str], options: dict[str, Any], texts: list[Prompt]) -
     ]
     batches = options.get("batches", [1])
     most = max(MAX_BATCH, min(batches))  # rows of the largest batch that generates
-    parameters.insist(options | {"batches": [min(b, most) for b in batches]}, texts, problems)
+    parameters.insist(options | {"batches": [min(b, most) for b in batches]}, None, problems)
