@@ -90,13 +90,6 @@ def state(device: torch.device) -> str:
     return "no kernels: torch's operations" if fast() else "off by SPECEXP_FAST"
 
 
-def in_torch(device: torch.device) -> list[str]:
-    """The names of the operations that run their reference on a device, for every dtype."""
-    kernels_of(device)  # may define further ones
-    return sorted({op.reference.__qualname__.removesuffix(".__call__")
-                   for op in OPS.values() if _choose(op, device) is op.reference})  # fmt: skip
-
-
 def _choose(operation: Op, device: torch.device) -> Callable[..., Any]:
     kernels_of(device)  # registers its kernels
     run, ready = operation.kernels.get(device.type, (operation.reference, fast))

@@ -31,7 +31,7 @@ def examine() -> bool:
     root = results.root()
     there = next(path for path in (root, *root.parents) if path.exists())
     zoo = ", ".join(m.name for m in shelf.models())
-    in_torch = ", ".join(["float64", *ops.in_torch(device)])
+    kernels = re.sub(r", [0-9a-f]{8}\b", "", ops.state(device))  # no digest
     facts = Table(box=None, show_header=False)
     for name, fact in {
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -39,8 +39,7 @@ def examine() -> bool:
         "device": described(device),
         "free memory": f"{free_memory(device) / 2**30:.1f} GiB",
         "threads": f"torch uses {torch.get_num_threads()} on {usable}, load average {load:.1f}",
-        "kernels": re.sub(r", [0-9a-f]{8}\b", "", ops.state(device)),  # no digest
-        "torch alone runs": in_torch if ops.kernels_of(device) else "everything",
+        "kernels": kernels + "; float64 runs without" * bool(ops.kernels_of(device)),
         "store": f"{root}, {shutil.disk_usage(there).free / 2**30:.1f} GiB free",
         "zoo": zoo or "none: your own models work without",
     }.items():

@@ -100,20 +100,7 @@ def test_kernel_that_is_not_ready_does_not_run(home, unnamed):
     assert named(torch.ones(1)) == "reference"
 
 
-def test_operations_without_a_kernel_are_named(home, unnamed):
-    ops.kernel(named, "cpu")(lambda x: "kernel")
-    assert "named" not in ops.in_torch(torch.device("cpu"))
-    assert "named" in ops.in_torch(torch.device("meta"))
-
-
 def test_reference_runs_what_the_kernel_refuses(home, unnamed):
     ops.kernel(named, "cpu")(lambda x: "kernel" if x.is_contiguous() else NotImplemented)
     assert named(torch.ones(2, 2)) == "kernel"
     assert named(torch.ones(2, 2).T[:1]) == "reference"
-
-
-def test_kernels_that_define_operations_when_they_are_imported_are_listed(monkeypatch):
-    monkeypatch.setattr(ops, "OPS", dict(ops.OPS))
-    [operation, *_] = ops.OPS.values()
-    monkeypatch.setattr(ops, "kernels_of", lambda device: ops.OPS.setdefault("new", operation))
-    assert ops.in_torch(torch.device("meta"))
