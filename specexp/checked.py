@@ -1,8 +1,9 @@
 """Checks of drafters, rules and policies that do not ship with specexp, before they are used.
 
 First their interfaces (`drafter`, `rule`, `policy`); then a few rounds on two short rows, in which
-everything that they return is read on the host (`try_out`). These rounds run on copies in checking
-wrappers. Afterwards the user's own objects run without any wrapper, so timings are not affected.
+everything that they return is read on the host (`try_out`). These rounds run on copies, of drafter
+and rule in checking wrappers. Afterwards the user's own objects run without any wrapper, so timings
+are not affected. What a policy chooses is always checked (`policy.planned`).
 """
 
 import copy
@@ -19,7 +20,7 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models.lm import LM
 from specexp.objects import check_takes, construct, is_shipped
-from specexp.policy import Load, Plan, Policy
+from specexp.policy import Policy
 from specexp.recording import Recorder
 from specexp.sampling import Rng
 from specexp.sequences import Draft, Sequences, Verdict
@@ -81,8 +82,7 @@ def try_out(engine: Engine) -> None:
     trial = Engine(
         target,
         _checking(drafter, f"drafter {drafter.name}", "propose", partial(_faults_of_draft, V)),
-        _checking(policy, f"policy {type(policy).__name__}", "choose",
-                  partial(_faults_of_plan, policy.widest)),
+        policy,
         engine.sampling,
         _checking(rule, f"rule {rule.name}", "__call__", partial(_faults_of_verdict, V)),
         engine.seed, recorder=Recorder(),
@@ -209,14 +209,3 @@ def _faults_of_verdict(V: int, verdict: Any, draft: Draft, p: Tensor, rng: Rng) 
 def _outside(x: Tensor, least: int, end: int) -> list[int]:
     """The values of x that are below `least`, or `end` or more."""
     return cast(list[int], x[(x < least) | (x >= end)].tolist())
-
-
-def _faults_of_plan(widest: int, plan: Any, load: Load) -> Iterator[str]:
-    if not isinstance(plan, Plan):
-        yield f"chose a {type(plan).__name__}: return Plan(tree)"
-    if not isinstance(plan.tree, Tree):
-        yield f"planned a {type(plan.tree).__name__}: plan a specexp.Tree, such as Tree.chain(5)"
-    if plan.tree.room > widest:
-        yield f"chose a tree with room {plan.tree.room}, more than its `widest` of {widest}"
-    if plan.hold < 1:
-        yield f"holds its plan for {plan.hold} rounds: use 1 or more"

@@ -24,7 +24,7 @@ from specexp.models.lm import LM, Forward, note_emptied
 from specexp.models.processors import unprocessed
 from specexp.models.servable import context_in_words
 from specexp.ops import op
-from specexp.policy import Fixed, Load, Plan, Policy
+from specexp.policy import Fixed, Load, Plan, Policy, planned
 from specexp.recording import Recorder, Reports, recorder_for
 from specexp.rows import Rows
 from specexp.rules import Match, Rule
@@ -247,7 +247,7 @@ class Engine:
         """The tree that the policy plans, cut to what the drafter's context allows after `longest`
         tokens, and for how many rounds it may be held."""
         warn_of_short_context(self.drafter, longest)
-        plan, room = self.policy.choose(load), max(0, self.drafter.context - longest)
+        plan, room = planned(self.policy, load), max(0, self.drafter.context - longest)
         tree = plan.tree.cut(room)
         if not tree.depth:
             return tree, plan.hold

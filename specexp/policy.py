@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from specexp.errors import UserError
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -82,6 +83,31 @@ class Policy(Protocol):
                 typical, as in a warm-up (`Recorder.steady`).
         """
         return
+
+
+def planned(policy: Policy, load: Load) -> Plan:
+    """What a policy chooses. Raises UserError, one line that names it, unless that is a plan for
+    which there are slots."""
+    about = f"policy {type(policy).__name__}"
+    try:
+        plan = policy.choose(load)
+    except UserError as e:
+        raise UserError(f"{about}: {e}") from e
+    if not isinstance(plan, Plan):
+        raise UserError(f"{about} chose a {type(plan).__name__}: return Plan(tree)")
+    if not isinstance(plan.tree, Tree):
+        raise UserError(
+            f"{about} planned a {type(plan.tree).__name__}: plan a specexp.Tree, such as "
+            "Tree.chain(5)"
+        )
+    if plan.tree.room > policy.widest:
+        raise UserError(
+            f"{about} chose a tree with room {plan.tree.room}, more than its `widest` of "
+            f"{policy.widest}"
+        )
+    if plan.hold < 1:
+        raise UserError(f"{about} holds its plan for {plan.hold} rounds: use 1 or more")
+    return plan
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 from specexp.errors import UserError, check_type
-from specexp.policy import Load, Plan, Policy
+from specexp.policy import Load, Plan, Policy, planned
 from specexp.serving.engine_rows import EngineRows, OutOfMemory, window
 from specexp.serving.requests import Request, Response, Row, ServerStep, State
 from specexp.serving.simulated_rows import SimulatedRows
@@ -155,7 +155,7 @@ class Server:
         streams = tuple(row.stream if row and row.writing else None for row in used)
         load = Load(top, context, len(self.waiting), streams)
         begin = self.now
-        possible = self._possible(self.policy.choose(load), load, longest)
+        possible = self._possible(planned(self.policy, load), load, longest)
         reading = self.now
         plan, read = self._catch_up(possible, longest) if possible.tree.depth else (possible, ())
         load = load._replace(read=read, read_s=self.now - reading)

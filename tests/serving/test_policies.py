@@ -16,8 +16,9 @@ from support.simulated_loads import (
     table,
 )
 
+from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.policy import Fixed, Load, Plan, Stream
+from specexp.policy import Fixed, Load, Plan, Policy, Stream
 from specexp.serving import policies
 from specexp.serving.goodput import Goodput
 from specexp.serving.policies import Bandit, InTurn, Table
@@ -27,6 +28,45 @@ from specexp.serving.simulated_rows import SimulatedRows
 from specexp.serving.sources import Run, Source
 from specexp.trace import Step
 from specexp.tree import Tree
+
+
+class Own(Policy):
+    """Chooses `late` from its fourth round on."""
+
+    widest = Tree.chain(3).room
+
+    def __init__(self, late):
+        self.late, self.rounds = late, 0
+
+    def choose(self, load):
+        self.rounds += 1
+        return self.late() if self.rounds > 3 else Plan(Tree.chain(2))
+
+
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [
+        (lambda: Plan(Tree.chain(-2)), "gamma is -2; a draft length is 0 (plain decoding) or more"),
+        (lambda: Plan(Tree.chain(9)), "chose a tree with room 10, more than its `widest` of 4"),
+        (lambda: Plan(Tree.chain(2), hold=0), "holds its plan for 0 rounds: use 1 or more"),
+        (lambda: Plan(2), "planned a int: plan a specexp.Tree, such as Tree.chain(5)"),
+        (lambda: -3, "chose a int: return Plan(tree)"),
+    ],
+)
+def test_wrong_plan_of_any_round_is_one_line_that_names_the_policy(pairing, late, said):
+    engine, rows = pairing.engine, SimulatedRows(table(), alike(0.5), 2, 512, 4)
+    server = Server(rows, Own(late))
+    server.submit(Request((1, 2), new=64))
+    for run in (
+        lambda: Engine.of(engine, policy=Own(late)).generate([[1, 2]], 32),
+        lambda: [server.step() for _ in range(20)],
+    ):
+        with pytest.raises(UserError) as refused:
+            run()
+        line = str(refused.value)
+        assert line.startswith("policy Own")
+        assert line.endswith(said)
+
 
 # --- names ---------------------------------------------------------------------------------------
 

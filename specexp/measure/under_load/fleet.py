@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from specexp.errors import UserError
 from specexp.measure import summaries
 from specexp.measure.under_load.served import request_metrics
-from specexp.policy import Load
+from specexp.policy import Load, planned
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, bursty
 from specexp.serving.cost_table import Costs
@@ -88,7 +88,7 @@ def paces_of(
     every = []
     for b in range(1, rows + 1):
         if policy:
-            gamma = policy.choose(Load(b, int(context))).tree.depth
+            gamma = planned(policy, Load(b, int(context))).tree.depth
         else:
             gamma = max(gammas, key=partial(tokens_s, b))
         mean, square = _moments(conditional, gamma)
