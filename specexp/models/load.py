@@ -307,8 +307,17 @@ def _config(source: str, version: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _tokenizer(source: str, version: Any) -> Any:
+    absent = UserError(f"{source} has no tokenizer.json: save its tokenizer there, too")
     with head_files.hub(source), refusing(f"cannot read the tokenizer of {source}"):
-        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except ValueError as e:
+            if "instantiate the backend tokenizer" not in str(e):
+                raise
+            raise absent from e
+        if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:  # made out of nothing
+            raise absent
+    return tokenizer
 
 
 def tokens_of(tokenizer: Any, text: str, **how: bool) -> list[int]:
@@ -401,7 +410,7 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
     if names := sorted(key if isinstance(key, str) else key[0] for key in random):
         raise UserError(
             f"cannot load {name}: {len(names)} of its tensors are missing or of another shape than "
-            f"config.json says, such as {names[0]}: download or save the model again"
+            f"config.json says, such as {names[0]}: {servable.AGAIN}"
         )
     if unused := sorted(report["unexpected_keys"]):
         log.warning("%s: its config has no place for %d tensors of its files, such as %s",

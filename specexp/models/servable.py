@@ -30,6 +30,7 @@ MOST = {
 # The most values in a config.json, and tensors of a model: each takes microseconds to read or make.
 VALUES, TENSORS = 100_000, 5_000
 WEIGHTS = "weights are *.safetensors of the folder itself"
+WHOLE, AGAIN = "model.safetensors", "download or save the model again"
 EXPERTS = "eager", "batched_mm", "grouped_mm"  # others fetch what they run
 FETCHED = {"eetq", "fbgemm_fp8", "metal"}  # methods of quantisation whose kernels are on a hub
 SIZES = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"}
@@ -53,9 +54,12 @@ def check_files(folder: Path) -> None:
     for index in folder.glob("*.safetensors.index.json"):
         with refusing(f"cannot read {index}"):
             named = set(json.loads(index.read_bytes())["weight_map"].values())
+        read = index.name == f"{WHOLE}.index.json" and not (folder / WHOLE).exists()
         for file in sorted(map(str, named)):
             if not _holds_weights(file):
                 raise UserError(f"{index} names {file!r}: {WEIGHTS}")
+            if read and not (folder / file).exists():
+                raise UserError(f"{index} names {file}, which is not there: {AGAIN}")
 
 
 def check_count(folder: Path, layers: int) -> None:
@@ -66,8 +70,7 @@ def check_count(folder: Path, layers: int) -> None:
             tensors += len(weights.keys())
     if tensors < layers and folder.is_dir():
         raise UserError(
-            f"{folder} has {tensors} tensors for the {layers} layers that config.json says: "
-            "download or save the model again"
+            f"{folder} has {tensors} tensors for the {layers} layers that config.json says: {AGAIN}"
         )
 
 

@@ -131,6 +131,17 @@ def test_damaged_file_is_named(folder, refused, file, content, said):
         raise UserError(refused(folder, "a", "--chat"))
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])  # for qwen3 transformers makes an empty one
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_folder_without_a_tokenizer_is_named(folder, tiny_folders, refused, kind, role):
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    edit(folder / "config.json", model_type=kind)
+    drafter = ["--drafter", f"model:{folder}"] if role == "drafter" else []
+    said = refused(tiny_folders[0] if drafter else folder, "a", *drafter)
+    assert said == f"{folder} has no tokenizer.json: save its tokenizer there, too"
+
+
 def test_file_in_the_place_of_a_folder_is_said_to_be_one(folder, refused):
     said = refused(folder / "config.json")
     assert said.endswith("config.json is a file: give the folder it is in (or a GGUF file)")
@@ -177,6 +188,13 @@ def test_weights_named_outside_the_folder_are_refused(folder, refused, place):
     said = f"index.json names {str(place)!r}: weights are *.safetensors of the folder itself"
     assert refused(folder).endswith(said)
     assert refused(folder, "a", "--drafter", f"model:{folder}").endswith(said)
+
+
+def test_missing_shard_is_named_before_anything_runs(folder, refused):
+    split(folder, "gone.safetensors")
+    said = "model.safetensors.index.json names gone.safetensors, which is not there: download or"
+    assert said in refused(folder)
+    assert said in refused(folder, "a", "--drafter", f"model:{folder}")
 
 
 def test_links_of_a_hub_cache_are_followed(folder, tiny_folders, tmp_path):
