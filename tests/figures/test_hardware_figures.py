@@ -22,3 +22,13 @@ def test_peers_table_shows_missing_and_differing():
     assert "2.00x [1.50, 2.50]" in printed.get()
     assert "90.0 %, ties: 1, unexplained: 2" in printed.get()
     assert notes[0] == "draft model: because"
+
+
+def test_pass_faster_than_torchs_products_is_explained():
+    """Such as one of 6 tokens by compiled kernels, whatever a pass of one token takes."""
+    ratio, fast = ({"value": v, "low": v, "high": v} for v in (2.0, 0.3))
+    row = {"model": "m", "tokens": 1, "ms": 1.0, "bytes": 1, "gb_s": 1.0, "of_copy": fast,
+           "bare_ms": 0.5, "over_bare": ratio, "over_step": ratio}  # fmt: skip
+    wide = row | {"tokens": 6, "over_bare": fast}
+    report = {"copy": {"gb_s": 1.0, "bytes": 2}, "turns": 3, "rows": [row, wide]}
+    assert "below: compiled kernels beat" in hardware.tables("roofline", report)[1][0]
