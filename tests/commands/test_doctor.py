@@ -1,6 +1,5 @@
 """`specexp doctor` says what is missing."""
 
-
 import pytest
 
 from specexp.commands import doctor
