@@ -43,9 +43,10 @@ def recommend(
     from specexp.tracking import results
 
     if not (every := recommending.advise(target)):
+        of = f" of {target}" * bool(target)
         raise UserError(
-            f"no result in {results.root()} has a speedup: run a grid first, such as specexp grid "
-            "run notebooks/grids/drafters.yaml"
+            f"no result{of} in {results.root()} has a speedup: run 20_latency, 40_drafters or "
+            "30_throughput_under_batch, by hand or in a grid"
         )
     options = [engines.options(a.best, a.situation.target) if a.best else {} for a in every]
     if as_json:

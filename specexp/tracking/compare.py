@@ -45,7 +45,7 @@ def show(console: Console, runs: pd.DataFrame) -> None:
         "runs": track.where(),
         "notebooks": results.root() / "results" / "*" / "notebook.html",
         "compare": "make ui (or specexp ui), then open the link it prints",
-        "decide": "specexp recommend",
+        **({"decide": "specexp recommend"} if "metrics.speedup/measured" in runs else {}),
     }.items():
         console.print(Text(f"{what:10s} {where}"), soft_wrap=True)
 

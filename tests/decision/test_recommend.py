@@ -135,11 +135,11 @@ def test_only_results_of_one_situation_are_joined(store):
         advise("target-10")
 
 
-def test_an_empty_store_says_which_command_fills_it(store, run):
+def test_an_empty_store_says_what_fills_it(store, run):
     assert advise() == []
     code, _, err = run()
     assert code == 2
-    assert "has a speedup: run a grid first, such as specexp grid run notebooks/grids" in err
+    assert "has a speedup: run 20_latency, 40_drafters or 30_throughput_under_batch" in err
 
 
 def test_names_of_one_draft_model_are_one_drafter_and_planted_drafts_are_none(store):

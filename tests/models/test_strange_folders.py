@@ -197,6 +197,14 @@ def test_missing_shard_is_named_before_anything_runs(folder, refused):
     assert said in refused(folder, "a", "--drafter", f"model:{folder}")
 
 
+def test_index_that_nothing_reads_is_passed_over(folder):
+    """As in a folder of which transformers reads other files."""
+    for name in ("model", "consolidated"):
+        index = {"weight_map": {"x": "consolidated-00001.safetensors"}}
+        (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    load(folder, "whole", "float32", "cpu")
+
+
 def test_links_of_a_hub_cache_are_followed(folder, tiny_folders, tmp_path):
     split(folder, "part.safetensors")
     blobs = tmp_path / "blobs"
