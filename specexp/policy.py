@@ -107,6 +107,10 @@ def planned(policy: Policy, load: Load) -> Plan:
         )
     if plan.hold < 1:
         raise UserError(f"{about} holds its plan for {plan.hold} rounds: use 1 or more")
+    if plan.budget and (len(plan.budget) != load.rows or min(plan.budget) < 0):
+        raise UserError(
+            f"{about} planned budgets {plan.budget}: give each of {load.rows} rows 0 or more"
+        )
     return plan
 
 

@@ -7,7 +7,7 @@ from matplotlib.ticker import MaxNLocator
 from specexp.errors import counted
 from specexp.figures.break_even import doubt
 from specexp.figures.style import INK, batch_axis, canvas, panels, title
-from specexp.figures.under_load import LOAD_AWARE, lines
+from specexp.figures.under_load import lines
 from specexp.measure.under_load.fleet import HOURS, Setting, saved
 
 
@@ -36,7 +36,7 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
 
 def _paying(table: pd.DataFrame) -> str:
     names = list(dict.fromkeys(table["policy"]))
-    name = next((n for n in names if n.startswith(LOAD_AWARE)), names[-1])
+    name = next((n for n in names if not is_fixed(n)), names[-1])
     mine, plain = (table[table["policy"] == n].set_index("streams") for n in (name, "plain"))
     gain = mine["tok_s"] / plain["tok_s"]
     pays = gain.index[gain > 1 + 1e-9]
@@ -81,7 +81,7 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
 
 def _saving(hours: pd.DataFrame) -> str:
     names = [n for n in dict.fromkeys(hours["policy"]) if n != "plain"]
-    name = next((n for n in names if n.startswith(LOAD_AWARE)), names[-1] if names else "plain")
+    name = next((n for n in names if not is_fixed(n)), names[-1] if names else "plain")
     share = saved(hours, name)
     if share != share:
         return f"{name} misses the limits with any number of replicas"

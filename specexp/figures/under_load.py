@@ -11,8 +11,8 @@ from matplotlib.ticker import MaxNLocator
 from specexp.figures import style
 from specexp.figures.pairings import speedup_panel
 from specexp.measure.summaries import doubt_of_speedups
+from specexp.serving.policies import is_fixed
 
-LOAD_AWARE = ("goodput", "greedy", "bandit", "threshold", "table")
 SHOWN = {
     "throughput/tok_s": "tokens/s", "throughput/req_s": "requests/s",
     "goodput/share": "within the limits", "goodput/req_s": "goodput, requests/s",
@@ -47,7 +47,7 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
             style.points(left, own, "load", "tok_s", label=name, **look)
             if name != "plain":
                 speedup_panel(middle, part, "load", **look)
-            if name.startswith(LOAD_AWARE):
+            if not is_fixed(name):
                 style.points(right, lost, "load", "regret", **look)
         right.axhline(0, color=style.PLAIN, lw=1.5)
         for axes in (left, middle, right):
@@ -64,7 +64,7 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
 
 def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
     """The title of `closed_loops`."""
-    aware = regrets[regrets["policy"].str.startswith(LOAD_AWARE)]
+    aware = regrets[~regrets["policy"].map(is_fixed).astype(bool)]
     always = [n for n in dict.fromkeys(rates["policy"]) if n.startswith("always")]
     parts = []
     if always:
@@ -169,7 +169,7 @@ def lines(names: Any) -> dict[str, dict[str, Any]]:
     that lines that coincide are both visible."""
     return {
         name: look | {"ls": "-", "zorder": 2}
-        if name == "plain" or name.startswith(LOAD_AWARE)
+        if name == "plain" or not is_fixed(name)
         else look | {"ls": (0, (3, 2)), "zorder": 3}
         for name, look in style.marks(names).items()
     }

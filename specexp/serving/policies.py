@@ -124,7 +124,13 @@ NAMES = (
     "plain, never, always:GAMMA, threshold:GAMMA,ROWS, table:ROWS=GAMMA,..., greedy, goodput, "
     "bandit"
 )
+FIXED = ("plain", "never", "always")  # kinds that draft as much at any load
 PRICED = ("greedy", "goodput")  # those that read a cost table
+
+
+def is_fixed(name: str) -> bool:
+    """Whether the policy of this name drafts as much at any load; unknown ones may not."""
+    return name.partition(":")[0] in FIXED
 
 
 def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> Policy:

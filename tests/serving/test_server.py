@@ -389,6 +389,15 @@ def test_closed_loop_needs_a_stream():
         Source(requests(2), 0)
 
 
+@pytest.mark.parametrize("budget", [(2,), (2, -3, 2)])
+def test_budgets_that_do_not_fit_the_rows_are_refused_whenever_they_come(budget):
+    policy = Restless(0)
+    fits, odd = Plan(Tree.chain(1)), Plan(Tree.chain(2), budget)
+    policy.choose = lambda load: odd if policy.learned else fits
+    with pytest.raises(UserError, match=r"policy Restless planned budgets .* each of 3 rows 0 or"):
+        served(engine("ngram"), policy, Source([Request([1, 2, 3], 8)] * 3))
+
+
 def test_policy_wider_than_the_rows_is_refused():
     with pytest.raises(UserError, match=r"leave 10 slots .* wants 21"):
         Server(EngineRows(engine("null"), 1, SLOTS, SLACK), Fixed(Tree.chain(20)))

@@ -84,7 +84,7 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
     for load, at in samples.groupby("load"):
         total = at.groupby("policy", sort=False)[["tokens", "s"]].sum()
         speed = total["tokens"] / total["s"]
-        fixed = [n for n in speed.index if n in ("plain", "never") or n.startswith("always")]
+        fixed = [name for name in speed.index if is_fixed(name)]
         if not fixed:
             raise UserError("regret needs a fixed policy to compare with: plain or always:GAMMA")
         oracle = str(speed[fixed].idxmax())
