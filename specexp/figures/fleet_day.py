@@ -9,6 +9,7 @@ from specexp.figures.break_even import doubt
 from specexp.figures.style import INK, batch_axis, canvas, panels, title
 from specexp.figures.under_load import lines
 from specexp.measure.under_load.fleet import HOURS, Setting, saved
+from specexp.serving.policies import is_fixed
 
 
 def paces(setting: Setting, table: pd.DataFrame) -> Figure:

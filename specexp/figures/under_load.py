@@ -64,7 +64,7 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
 
 def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
     """The title of `closed_loops`."""
-    aware = regrets[~regrets["policy"].map(is_fixed).astype(bool)]
+    aware = regrets[[not is_fixed(name) for name in regrets["policy"]]]
     always = [n for n in dict.fromkeys(rates["policy"]) if n.startswith("always")]
     parts = []
     if always:

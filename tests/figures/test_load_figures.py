@@ -40,9 +40,11 @@ def test_closed_loops_title_matches_its_table(tmp_path):
         [2.0, 0.5], pytest.approx([1.9, 77 / 80])
     ]  # fmt: skip
     assert len(regret.containers) == 1
-    aware = pd.concat([both, both[both["policy"] == "goodput"].assign(policy="bandit")])
-    figure = figures.under_load.closed_loops(under_load.rates(aware), under_load.regrets(aware))
-    assert "largest regret of goodput 5% [5, 5], bandit 5% [5, 5]" in drawn(figure, tmp_path)
+    for name in ("bandit", "mine:Cautious", "always_mine:Cautious"):  # one's own is load-aware, too
+        aware = pd.concat([both, both[both["policy"] == "goodput"].assign(policy=name)])
+        figure = figures.under_load.closed_loops(under_load.rates(aware), under_load.regrets(aware))
+        assert f"largest regret of goodput 5% [5, 5], {name} 5% [5, 5]" in drawn(figure, tmp_path)
+        assert len(figure.axes[2].containers) == 2
     for axes in figure.axes[:2]:  # intervals at one load do not hide each other
         places = [bars.lines[0].get_xdata()[0] for bars in axes.containers]
         assert len(set(places)) == len(places)

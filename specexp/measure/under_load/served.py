@@ -9,6 +9,7 @@ import pandas as pd
 
 from specexp.errors import UserError
 from specexp.measure import statistics, summaries
+from specexp.serving.policies import is_fixed
 from specexp.serving.requests import Response, ServerStep
 from specexp.serving.sources import Run
 
