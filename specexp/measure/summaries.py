@@ -53,7 +53,8 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
 def length(samples: pd.DataFrame) -> Interval:
     """Acceptance length (1 + accepted / passes) with its interval over prompts."""
     accepted, passes = units(samples, "accepted", "passes")
-    return statistics.ratio(accepted, passes, accepted + passes).plus(1)
+    value = statistics.ratio(accepted, passes, accepted + passes)
+    return value._replace(high=min(value.high, float(samples["gamma"].max()))).plus(1)
 
 
 def rate(samples: pd.DataFrame) -> Interval:

@@ -53,6 +53,12 @@ def test_metrics_are_pooled_not_averaged(acceptance):
     assert metrics["acceptance/length"] == pytest.approx(1 + sum(series["acceptance/at_position"]))
 
 
+def test_no_acceptance_length_is_above_what_gamma_allows():
+    samples = {"question_id": [1, 2], "accepted": [9, 6], "passes": [3, 3], "gamma": 3}
+    value, low, high, _ = summaries.length(pd.DataFrame(samples))
+    assert 1 <= low < value < high == 4
+
+
 def test_latency_pairs_each_gamma_with_plain_decoding(latency):
     assert len(latency) == 2 * 2 * len(PROMPTS)
     assert (latency["tokens"] == latency["plain_tokens"]).all()
