@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby, islice
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -292,7 +293,8 @@ def _interval(answer: mlflow_view.Answer, run: Run, many: int) -> tuple[float, f
         return mlflow_view.widened(value, low, high, many)
     wider = mlflow_view.wider(many)
     most = high if answer.even is not None or low == high else 1.0  # of a share
-    return max(0.0, value - wider * (value - low)), min(most, value + wider * (high - value))
+    least = 0.0 if low >= 0 else -inf  # a regret is negative where nothing is lost
+    return max(least, value - wider * (value - low)), min(most, value + wider * (high - value))
 
 
 def exactness(part: Sequence[Run]) -> str:

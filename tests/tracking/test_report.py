@@ -219,6 +219,12 @@ def test_answer_of_costs_is_the_smallest_and_certain_only_with_an_interval(store
     assert "certainly" not in answer
 
 
+def test_regret_below_zero_keeps_its_interval(store):
+    ends = {"regret/worst": -0.12, "regret/worst_low": -0.24, "regret/worst_high": -0.01}
+    committed("a", ends)
+    assert "-12.0% [-24.0%, -1.0%] of tokens/s lost" in report.answer(report.of("mine"))
+
+
 def test_renamed_result_is_reported_under_its_new_name(store):
     result = committed("a", FAST)
     tags = {"name": "suffix γ=3", "notebook": "new.ipynb", "mlflow.source.name": "new.ipynb"}
