@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from specexp.errors import UserError, counted, last_parts, meant
+from specexp.errors import UserError, brief, counted, last_parts, meant
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import mlflow_view, report, results
 from specexp.zoo import naming, shelf
@@ -111,6 +111,10 @@ class Advice:
     def best(self) -> Plan | None:
         return next((plan for plan in self.plans if plan.steps), None)
 
+    def called(self, drafter: str) -> str:
+        """A drafter as people read it: a folder by its last parts that tell it from the others."""
+        return brief(drafter, [plan.drafter for plan in self.plans])
+
     def verdict(self) -> str:
         """What to do, how sure that is, and what is not known."""
         if not self.plans:
@@ -124,9 +128,9 @@ class Advice:
             more = "more prompts would narrow the interval" if first.high > 1 else "it loses"
             return (
                 f"Leave drafting off: no drafter is certainly faster {batch}. The fastest is "
-                f"{first.drafter}, drafting {first.drafts}: {first}; {more}."
+                f"{self.called(first.drafter)}, drafting {first.drafts}: {first}; {more}."
             )
-        text = f"Draft {first.drafts} with {plan.drafter} {batch}: {first}. "
+        text = f"Draft {first.drafts} with {self.called(plan.drafter)} {batch}: {first}. "
         last = plan.steps[-1][0]
         if last == plan.largest:
             text += f"Larger batches than {last} were not measured with it"
@@ -134,7 +138,7 @@ class Advice:
         else:
             text += f"Switch it off in batches above {last}. "
         others = [p for p in self.plans[1:] if p.alone.batch == first.batch]
-        if rivals := [p.drafter for p in others if p.alone.high >= first.low]:
+        if rivals := [self.called(p.drafter) for p in others if p.alone.high >= first.low]:
             more = " and more" * (len(rivals) > 4)
             text += f"It is not certainly better than {', '.join(rivals[:4])}{more}."
         elif others:
@@ -144,15 +148,17 @@ class Advice:
     def table(self) -> pd.DataFrame:
         """A row a drafter, as text."""
         return pd.DataFrame(
-            {"drafter": plan.drafter, "speedup": str(plan.alone), "batch": plan.alone.batch,
-             "draft": plan.alone.draft, "draft length by batch": plan.schedule(),
+            {"drafter": self.called(plan.drafter), "speedup": str(plan.alone),
+             "batch": plan.alone.batch, "draft": plan.alone.draft,
+             "draft length by batch": plan.schedule(),
              "measured to batch": plan.largest, "prompts": plan.alone.prompts or ""}
             for plan in self.plans
         ).astype(str)  # fmt: skip
 
     def speedups(self) -> pd.DataFrame:
         """What was measured, a row a setting and batch size, the best drafter first. best: the
-        drafter's choice at this batch size, on or not; on: whether its plan drafts there."""
+        drafter's choice at this batch size, on or not; on: whether its plan drafts there. Drafters
+        have the names that results give them, not those of `called`."""
         rows = []
         for plan in self.plans:
             own = [m for m in self.measured if m.drafter == plan.drafter]

@@ -7,7 +7,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from specexp.errors import counted
+from specexp.errors import brief, counted
 from specexp.figures import style
 from specexp.figures.pairings import heat_map
 from specexp.measure.statistics import NOT_CREDIBLE
@@ -149,6 +149,8 @@ def plans(speedups: pd.DataFrame) -> Figure:
     if speedups.empty:
         return style.nothing("No speedup can be trusted: run 20_latency or 40_drafters")
     table = speedups[speedups["best"]]
+    names = table["drafter"].unique()
+    table = table.assign(drafter=[brief(name, names) for name in table["drafter"]])
     order = list(dict.fromkeys(table["drafter"]))
     cells = table.set_index(["drafter", "batch"])
     shades = cells["speedup"].map(math.log2).unstack("batch").loc[order]  # noqa: PD010

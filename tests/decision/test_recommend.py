@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shlex
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specexp import figures
 from specexp.commands import app
 from specexp.decision import engines
 from specexp.decision.recommend import Measured, Plan, advise
@@ -37,7 +39,7 @@ def log(drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, **params):
         } if curve is at else {},
         "tags": tags,
     }  # fmt: skip
-    name = f"{drafter.replace(':', '')}{gamma}{len(results.listed('results'))}"
+    name = f"{re.sub('[:/]', '', drafter)}{gamma}{len(results.listed('results'))}"
     attempt = results.new_attempt(name)
     (attempt / results.RESULT).write_text(json.dumps(record))
     results.commit(attempt, name, {"name": drafter, "status": "FINISHED"})
@@ -151,6 +153,21 @@ def test_names_of_one_draft_model_are_one_drafter_and_planted_drafts_are_none(st
     assert [plan.drafter for plan in advice.plans] == ["sibling-3m"]
     assert [(m.draft, m.speedup) for m in advice.measured] == [(3, 1.5), (4, 1.4), (5, 1.3)]
     assert dict(advice.left_out).keys() == {"mine: planted:0.8"}
+
+
+def test_folders_are_called_by_what_tells_them_apart_and_engines_get_the_whole_path(store):
+    first, second = "model:/home/me/runs/one/draft", "model:/home/me/runs/two/draft"
+    log(first, 0.8)
+    said = only(advise()).verdict()
+    assert "The fastest is draft, drafting 3 tokens: 0.80x" in said
+    assert said.endswith("it loses.")
+    log(second, 1.5)
+    advice = only(advise())
+    assert advice.verdict().startswith("Draft 3 tokens with two/draft for one stream")
+    assert [*advice.table()["drafter"]] == ["two/draft", "one/draft"]
+    drawn = figures.runs.plans(advice.speedups()).axes[0]
+    assert [label.get_text() for label in drawn.get_yticklabels()] == ["two/draft", "one/draft"]
+    assert advice.best.drafter == "/home/me/runs/two/draft"
 
 
 def test_the_most_precise_of_several_measurements_counts(store):
