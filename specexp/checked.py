@@ -3,7 +3,8 @@
 First their interfaces (`drafter`, `rule`, `policy`); then a few rounds on two short rows, in which
 everything that they return is read on the host (`try_out`). These rounds run on copies, of drafter
 and rule in checking wrappers. Afterwards the user's own objects run without any wrapper, so timings
-are not affected. What a policy chooses is always checked (`policy.planned`).
+are not affected. What a policy chooses is always checked (`policy.planned`), and so are the tokens
+of a drafter that computes on the host (`Engine.draft`).
 """
 
 import copy
@@ -23,7 +24,7 @@ from specexp.objects import check_takes, construct, is_shipped
 from specexp.policy import Policy
 from specexp.recording import Recorder
 from specexp.sampling import Rng
-from specexp.sequences import Draft, Sequences, Verdict
+from specexp.sequences import Draft, Sequences, Verdict, outside
 from specexp.tree import Tree
 
 _NEW = 6  # tokens per row in the rounds of `try_out`
@@ -140,11 +141,8 @@ def _faults_of_draft(V: int, draft: Any, seqs: Sequences, tree: Tree, rng: Rng) 
             f"proposed tokens in {str(tokens.dtype)[6:]} on {tokens.device}: make them int64 on "
             f"{seqs.tokens.device}"
         )
-    for token in _outside(tokens, -1, V):
-        yield (
-            f"proposed token {token}, outside the vocabulary of {V} tokens: use 0 to {V - 1}, or "
-            "-1 for no draft token"
-        )
+    if fault := draft.outside(V):
+        yield fault
     if not torch.equal(tokens[:, :1], seqs.root):
         yield "changed the root: node 0 is the last committed token; use seqs.draft(nodes, tokens)"
     if draft.q is not None:
@@ -189,9 +187,9 @@ def _faults_of_verdict(V: int, verdict: Any, draft: Draft, p: Tensor, rng: Rng) 
                 f"returned {part} {list(value.shape)} in {str(value.dtype)[6:]}: it must be "
                 f"{list(shape)} in int64"
             )
-    for node in _outside(path, 0, N):
+    for node in outside(path, 0, N):
         yield f"returned a path through node {node} of a draft of {N} nodes: use 0 to {N - 1}"
-    for count in _outside(n, 0, D + 1):
+    for count in outside(n, 0, D + 1):
         yield f"accepted {count} draft tokens of a draft {D} deep: n must be 0 to {D}"
     parents = torch.take_along_dim(draft.nodes.parents, path, 1)
     step = torch.arange(1, D + 1, device=path.device) <= n[:, None]  # [B, D]
@@ -202,10 +200,5 @@ def _faults_of_verdict(V: int, verdict: Any, draft: Draft, p: Tensor, rng: Rng) 
         yield "accepted a node without a draft token (-1)"
     if bool(((tokens != new[:, :-1]) & step).any()):
         yield "emits other tokens than it accepted: new[:, i] is the token of path[:, i + 1]"
-    for bonus in _outside(new.gather(1, n[:, None]), 0, V):
+    for bonus in outside(new.gather(1, n[:, None]), 0, V):
         yield f"emits token {bonus}, outside the vocabulary of {V} tokens"
-
-
-def _outside(x: Tensor, least: int, end: int) -> list[int]:
-    """The values of x that are below `least`, or `end` or more."""
-    return cast(list[int], x[(x < least) | (x >= end)].tolist())

@@ -94,8 +94,13 @@ class Engine:
         return self.stage("commit", self.commit, seqs, draft, verdict, seen)
 
     def draft(self, seqs: Sequences, tree: Tree) -> Draft:
-        """The drafter's tokens, cut to each row's budget."""
-        return self.drafter.propose(replace(seqs, rng=self.rng), tree, self.rng).within()
+        """The drafter's tokens, cut to each row's budget. Raises UserError if one that was computed
+        on the host is outside the vocabulary."""
+        drafter, seqs = self.drafter, replace(seqs, rng=self.rng)
+        draft = drafter.propose(seqs, tree, self.rng).within()
+        if drafter.on_host and (fault := draft.outside(self.target.vocab)):
+            raise UserError(f"drafter {drafter.name} {fault}")
+        return draft
 
     def verify(self, seqs: Sequences, draft: Draft) -> Forward:
         """One target pass over the whole draft."""

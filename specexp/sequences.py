@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,6 +70,15 @@ class Draft:
         if self.text.budget is None:
             return self
         return replace(self, tokens=until(self.tokens, self.nodes.depth, self.text.budget))
+
+    def outside(self, V: int) -> str:
+        """What is wrong with a token that is not of a vocabulary of V tokens; "" if all are."""
+        if not (wrong := outside(self.tokens, -1, V)):
+            return ""
+        return (
+            f"proposed token {wrong[0]}, outside the vocabulary of {V} tokens: use 0 to {V - 1}, "
+            "or -1 for no draft token"
+        )
 
     def judged(self, path: Tensor, n: Tensor, bonus: Tensor) -> Verdict:
         """The verdict that accepts n [B] draft tokens along path [B, D+1], then adds bonus [B]."""
@@ -264,3 +273,8 @@ def columns(*parts: Tensor) -> Tensor:
 def until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
     """tokens [B, n], with -1 where depth [b, n] or [1, 1] exceeds the row's budget [B]."""
     return torch.where(depth <= budget[:, None], tokens, -1)
+
+
+def outside(x: Tensor, least: int, end: int) -> list[int]:
+    """The values of x that are below `least`, or `end` or more. Reads x on the host."""
+    return cast(list[int], x[(x < least) | (x >= end)].tolist())

@@ -369,6 +369,26 @@ def test_invalid_draft_is_refused_by_the_drafters_name(load, spoil, line):
     assert "\n" not in str(refused.value)
 
 
+class Late(Bad):
+    """Draws fine tokens while it is tried out, and one outside the vocabulary later."""
+
+    on_host = True
+
+    def __init__(self):
+        super().__init__(self.later)
+        self.rounds = 0
+
+    def later(self, draft):
+        self.rounds += 1
+        return draft if self.rounds < 12 else put(282)(draft)
+
+
+def test_draft_that_goes_wrong_after_the_trial_is_refused_by_the_drafters_name(load):
+    pairing = load(Late())
+    with pytest.raises(UserError, match="drafter late proposed token 282, outside the vocabulary"):
+        pairing.generate("def mean(values):", 60)
+
+
 def judge(**parts):
     """A rule that is Match but for some parts of its verdict."""
 
