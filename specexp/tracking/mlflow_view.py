@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
 WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 44, "tags.`answer`": 170}  # in pixels
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
+TIMED = ("speedup/", "latency/", "throughput/")
 FIGURES = (  # columns where none of ANSWERS was logged
     "acceptance/length", "speedup/predicted", "throughput/tok_s", "latency/ttft_p95_ms",
     "latency/tpot_p95_ms", "goodput/share", "exact/pass", "exact/detectable_tv",
@@ -116,7 +118,14 @@ def beside(record: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def doubts(record: Mapping[str, Any]) -> list[str]:
+def is_timed(record: Mapping[str, Any]) -> bool:
+    """Whether a run logged timings that are not simulated."""
+    simulated = record.get("tags", {}).get("simulated", "")
+    timed = (name for name in record.get("metrics", {}) if name.startswith(TIMED))
+    return not all(is_simulated(name, simulated) for name in timed)
+
+
+def not_credible(record: Mapping[str, Any]) -> list[str]:
     """Why the timings that a run logged cannot be; none if they can, or are simulated."""
     metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
     if is_simulated("speedup/measured", simulated):
@@ -130,6 +139,19 @@ def doubts(record: Mapping[str, Any]) -> list[str]:
     )
     own = ["a timing was not credible"] * (metrics.get("speedup/credible") == 0)
     return reasons or own
+
+
+def doubts(record: Mapping[str, Any]) -> list[str]:
+    """Why the timings that a run logged should not be trusted: they are not credible, or something
+    else ran beside them. None if they should, or if all are simulated."""
+    if not is_timed(record):
+        return []
+    reasons, tags = not_credible(record), record.get("tags", {})
+    with suppress(KeyError, ValueError):
+        load, threads = float(tags["load"]), float(tags["threads"])
+        if tags.get("device") == "cpu" and load > threads + 1:
+            reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
+    return [*reasons, *["other points ran beside it"] * (tags.get("together") == "yes")]
 
 
 def marked(reasons: Sequence[str]) -> dict[str, float]:

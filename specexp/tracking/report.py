@@ -39,7 +39,6 @@ PNG = b"\x89PNG\r\n\x1a\n"
 MOST_FIGURES = 40  # of one experiment: some megabytes
 FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
 DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
-TIMED = ("speedup/", "latency/", "throughput/")
 
 
 @dataclass(frozen=True)
@@ -115,18 +114,10 @@ class Run:
 
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
-        tags, simulated = self.tags, self.tags.get("simulated", "")
-        if all(results.is_simulated(n, simulated) for n in self.metrics if n.startswith(TIMED)):
-            return []
-        reasons = mlflow_view.doubts({"metrics": self.metrics, "tags": tags})
-        if (drift := _drift(self.rounds)) > DRIFT:
+        logged = {"metrics": self.metrics, "tags": self.tags}
+        reasons = mlflow_view.doubts(logged)
+        if mlflow_view.is_timed(logged) and (drift := _drift(self.rounds)) > DRIFT:
             reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
-        with suppress(KeyError, ValueError):
-            load, threads = float(tags["load"]), float(tags["threads"])
-            if tags.get("device") == "cpu" and load > threads + 1:
-                reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
-        if tags.get("together") == "yes":
-            reasons.append("other points ran beside it")
         return reasons
 
     def figures(self) -> Iterator[tuple[str, str]]:

@@ -337,7 +337,7 @@ def _create_run(
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
     files = f"./#/experiments/{experiment}/runs/{main}/artifacts" if main else ""
-    tags |= mlflow_view.answer_tags(record, files)
+    tags |= mlflow_view.answer_tags({**record, "tags": theirs | tags}, files)
     run = mlflow.create_run(experiment, started, theirs | tags, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in mlflow_view.as_points(record)]
     params = [Param(n, v) for n, v in mlflow_view.as_params(record).items()]

@@ -383,6 +383,14 @@ def test_run_says_its_answer_with_its_interval(store, metrics, tags, answer, des
     assert run.data.tags["mlflow.note.content"] == description
 
 
+def test_answer_of_a_run_on_a_busy_machine_is_marked_in_every_table(store, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.5, 0.5, 0.5))
+    track.log("mine", {"drafter": "ngram"}, METRICS | INTERVALS)
+    [run] = track.backend().runs(track.experiment_id("mine"))
+    assert run.data.tags["answer"] == "1.25x [1.20, 1.30] (doubtful)"
+    assert list(track.runs()["metrics.speedup/credible"]) == [0.0]
+
+
 @pytest.mark.parametrize(
     ("params", "varying", "name"),
     [
