@@ -53,15 +53,16 @@ def panicked(e: BaseException) -> bool:
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Raise a UserError that begins with `what` for whatever a library raises over bad input."""
+def refusing(what: str, advice: str = "") -> Iterator[None]:
+    """Raise a UserError for whatever a library raises over bad input: `what` before its message,
+    and what to do after it."""
     try:
         with _one_report():
             yield
     except BaseException as e:
         if isinstance(e, UserError) or not (isinstance(e, Exception) or panicked(e)):
             raise
-        raise UserError(f"{what}: {first_line(e)}") from e
+        raise UserError("; ".join(filter(None, [f"{what}: {first_line(e)}", advice]))) from e
 
 
 @contextmanager

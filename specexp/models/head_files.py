@@ -187,7 +187,7 @@ def _weights(source: str) -> Path:
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a file, by their names there."""
-    with refusing(f"cannot read {file.name}"):
+    with refusing(f"cannot read {file.name}", "download or save the heads again"):
         if file.suffix == ".safetensors":
             with safe_open(file, "np") as opened:  # imports no torch
                 names = opened.keys()

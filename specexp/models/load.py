@@ -308,7 +308,7 @@ def _config(source: str, version: Any) -> Any:
 @lru_cache(maxsize=64)
 def _tokenizer(source: str, version: Any) -> Any:
     absent = UserError(f"{source} has no tokenizer.json: save its tokenizer there, too")
-    with head_files.hub(source), refusing(f"cannot read the tokenizer of {source}"):
+    with head_files.hub(source), refusing(f"cannot read the tokenizer of {source}", servable.AGAIN):
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except ValueError as e:

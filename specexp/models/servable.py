@@ -52,7 +52,7 @@ def check_files(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has no *.safetensors; pickled weights are refused: convert them")
     for index in folder.glob("*.safetensors.index.json"):
-        with refusing(f"cannot read {index}"):
+        with refusing(f"cannot read {index}", AGAIN):
             named = set(json.loads(index.read_bytes())["weight_map"].values())
         read = index.name == f"{WHOLE}.index.json" and not (folder / WHOLE).exists()
         for file in sorted(map(str, named)):
@@ -66,7 +66,7 @@ def check_count(folder: Path, layers: int) -> None:
     """Refuse a folder with fewer tensors than layers, before a model so deep is built."""
     tensors = 0
     for file in folder.glob("*.safetensors"):
-        with refusing(f"cannot read {file}"), safe_open(file, "np") as weights:
+        with refusing(f"cannot read {file}", AGAIN), safe_open(file, "np") as weights:
             tensors += len(weights.keys())
     if tensors < layers and folder.is_dir():
         raise UserError(

@@ -115,7 +115,11 @@ def test_panic_elsewhere_is_one_line_too(folder, refused, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("tokenizer.json", b'{"model":', "cannot read the tokenizer of .*: Expecting value"),
+        (
+            "tokenizer.json",
+            b'{"model":',
+            "cannot read the tokenizer of .*: Expec.*; download or save",
+        ),
         ("tokenizer.json", b"\xff\xfe", "cannot read the tokenizer of .*: 'utf-8' codec"),
         ("tokenizer.json", b"[" * 99_999, "cannot read the tokenizer of .*: maximum recursion"),
         ("tokenizer_config.json", b"[1]", "cannot read the tokenizer of .*: "),
