@@ -68,8 +68,7 @@ def trees(edges: pd.DataFrame) -> Figure:
                 axes.text(*label, f"{edge['rate']:.0%}", ha="center", va="center", fontsize=9,
                           bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip
             axes.scatter(x, part["depth"], s=60, color=PLAIN, edgecolors=INK, zorder=3)
-            length = part["accepted"].sum() / part["accepted"][0]
-            axes.set_title(f"{name}\n{length:.2f} tokens per pass", fontsize=10)
+            axes.set_title(name, fontsize=10)
             axes.set(xticks=[], yticks=range(deepest + 1), xlim=(-0.6, max(x) + 0.6))
             axes.grid(False)
         every[0].set_ylabel("depth")

@@ -156,7 +156,7 @@ def test_names_of_one_draft_model_are_one_drafter_and_planted_drafts_are_none(st
 
 
 def test_folders_are_called_by_what_tells_them_apart_and_engines_get_the_whole_path(store):
-    first, second = "model:/home/me/runs/one/draft", "model:/home/me/runs/two/draft"
+    first, second = "model:/models/one/draft", "model:/models/two/draft"
     log(first, 0.8)
     said = only(advise()).verdict()
     assert "The fastest is draft, drafting 3 tokens: 0.80x" in said
@@ -167,7 +167,7 @@ def test_folders_are_called_by_what_tells_them_apart_and_engines_get_the_whole_p
     assert [*advice.table()["drafter"]] == ["two/draft", "one/draft"]
     drawn = figures.runs.plans(advice.speedups()).axes[0]
     assert [label.get_text() for label in drawn.get_yticklabels()] == ["two/draft", "one/draft"]
-    assert advice.best.drafter == "/home/me/runs/two/draft"
+    assert advice.best.drafter == "/models/two/draft"
 
 
 def test_the_most_precise_of_several_measurements_counts(store):
