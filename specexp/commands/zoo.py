@@ -166,7 +166,7 @@ def _train_draft(
     source = f"{asked}{', in its chat' if chats else ''}"
     kept = f"{layers} of {counted(L, 'layer')}"
     name = Path(target).name
-    opt.say(f"{name}: {kept}; {source}; about {minutes:g} minutes")
+    opt.say(f"{name}: {kept}; {source}; about {counted(minutes, 'minute')}")
 
     def agreement() -> str:
         card = json.loads((folder / "zoo.json").read_text())

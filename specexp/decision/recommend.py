@@ -1,16 +1,18 @@
 """Which drafter to switch on for a target, with which draft length, and up to which batch size.
 
 It reads committed results and measures nothing. Results are joined if they share the target, the
-prompts, the sampling and the machine, whatever notebook or grid made them. At each batch size all
-settings measured there compete: a drafter's draft length is chosen among those that are certainly
-faster than plain decoding, by intervals that hold for all competitors at once (Bonferroni). A batch
-size between two measured ones gets the choice of the larger, as gains shrink with the batch; beyond
-the largest batch measured, and from the first at which nothing is certain, drafting is off.
+prompts, the sampling and the machine, whatever notebook or grid made them; all names of one folder
+are one model. At each batch size all settings measured there compete: a drafter's draft length is
+chosen among those that are certainly faster than plain decoding, by intervals that hold for all
+competitors at once (Bonferroni). A batch size between two measured ones gets the choice of the
+larger, as gains shrink with the batch; beyond the largest batch measured, and from the first at
+which nothing is certain, drafting is off.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from math import log
 from operator import attrgetter
@@ -174,13 +176,14 @@ class Advice:
 
 def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[Advice]:
     """Advice for each situation in which this target, or any, was measured; the one with the most
-    measurements first. target: as in the results, or its last part. runs: by default the newest
-    result of each point in the store. Raises UserError if there are none."""
+    measurements first. target: a name, folder or hub id, or its last part. runs: by default the
+    newest result of each point in the store. Raises UserError if there are none."""
     if runs is None:
         runs = report.newest(filter(results.intact, results.listed("results")))
     known = [run for run in runs if run.record["params"].get("target")]
     targets = {str(run.record["params"]["target"]) for run in known}
-    chosen = {t for t in targets if target in ("", t)} or {
+    place = _place(target)
+    chosen = {t for t in targets if not target or _place(t) == place} or {
         t for t in targets if last_parts(t, 1) == target
     }
     if targets and not chosen:
@@ -188,17 +191,17 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
         raise UserError(
             f"no results of {target} in {results.root()}{meant(target, targets, there)}"
         )
-    grouped: dict[Situation, list[report.Run]] = {}
+    names, grouped = _shortest(chosen, _place), dict[Situation, list[report.Run]]()
     for run in known:
-        if str(run.record["params"]["target"]) in chosen:
-            grouped.setdefault(situation_of(run), []).append(run)
+        if (own := str(run.record["params"]["target"])) in chosen:
+            grouped.setdefault(situation_of(run, names[own]), []).append(run)
     every = [_advise(situation, part) for situation, part in grouped.items()]
     every = [advice for advice in every if advice.measured or advice.left_out]
     return sorted(every, key=lambda advice: -len(advice.measured))
 
 
-def situation_of(run: report.Run) -> Situation:
-    params, tags = run.record["params"], run.tags
+def situation_of(run: report.Run, target: str) -> Situation:
+    params, tags = run.record["params"] | {"target": target}, run.tags
     return Situation(
         tuple((name, params.get(name, PARAMETERS[name].default)) for name in SHARED),
         tuple((name, tags.get(name, "")) for name in MACHINE),
@@ -206,7 +209,7 @@ def situation_of(run: report.Run) -> Situation:
 
 
 def _advise(situation: Situation, runs: Sequence[report.Run]) -> Advice:
-    best: dict[tuple[str, int | str, int], Measured] = {}
+    found: list[Measured] = []
     left_out: list[tuple[str, str]] = []
     for run in runs:
         if SPEEDUP.metric not in run.metrics:
@@ -214,11 +217,14 @@ def _advise(situation: Situation, runs: Sequence[report.Run]) -> Advice:
         measured = measured_in(run)
         if why := _unusable(run) or "it has no interval" * (not measured):
             left_out.append((f"{run.experiment}: {run.label}", why))
-            continue
-        for m in measured:
-            key = m.drafter, m.draft, m.batch
-            if key not in best or m.width < best[key].width:  # the most precise counts
-                best[key] = m
+        else:
+            found += measured
+    names = _shortest({m.drafter for m in found}, partial(_place, target=situation.target))
+    best: dict[tuple[str, int | str, int], Measured] = {}
+    for m in (replace(m, drafter=names[m.drafter]) for m in found):
+        key = m.drafter, m.draft, m.batch
+        if key not in best or m.width < best[key].width:  # the most precise counts
+            best[key] = m
     everything = sorted(best.values(), key=attrgetter("batch"))
     competing = [
         m
@@ -265,7 +271,7 @@ def measured_in(run: report.Run) -> list[Measured]:
 
 
 def _named(drafter: str, target: str) -> str:
-    """The same name for `model`, `model:NAME` and NAME, if that is the target's default draft."""
+    """`model` by the name of the target's default draft; `model:NAME` by NAME."""
     with suppress(UserError):
         method, argument = naming.method_of(drafter) or ("", "")
         if method == "model":
@@ -273,12 +279,32 @@ def _named(drafter: str, target: str) -> str:
     return drafter
 
 
+def _place(name: str, target: str = "") -> str:
+    """The folder or hub id that a target's name stands for; of a drafter's name, if its target is
+    given, the method and where its weights are. The name itself if nothing is there any more."""
+    with suppress(UserError):
+        if not target:
+            return naming.locate(name)
+        method, _ = naming.method_of(name) or ("", "")
+        if source := naming.source_of(name, target):
+            return f"{method}:{source}"
+    return name
+
+
+def _shortest(names: Collection[str], place: Callable[[str], str]) -> dict[str, str]:
+    """For each name the shortest of those that stand for the same place."""
+    shortest: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        shortest.setdefault(place(name), name)
+    return {name: shortest[place(name)] for name in names}
+
+
 def _widened(at: Sequence[Measured]) -> list[Measured]:
     """Settings measured at one batch size, with intervals that hold for all of them at once."""
     return [
-        Measured(m.drafter, m.draft, m.batch, m.speedup,
-                 *mlflow_view.widened(m.speedup, m.low, m.high, len(at)), m.prompts)
+        replace(m, low=low, high=high)
         for m in at
+        for low, high in [mlflow_view.widened(m.speedup, m.low, m.high, len(at))]
     ]  # fmt: skip
 
 

@@ -155,6 +155,22 @@ def test_names_of_one_draft_model_are_one_drafter_and_planted_drafts_are_none(st
     assert dict(advice.left_out).keys() == {"mine: planted:0.8"}
 
 
+def test_names_of_one_folder_are_one_target_and_one_drafter(store, monkeypatch, tmp_path):
+    target, draft = shelf.find("target-10m"), shelf.find("sibling-1m")
+    monkeypatch.chdir(target.parent)
+    log("ngram", 1.5, gamma=2)
+    log("sibling-1m", 1.4, gamma=3, target=str(target))
+    log(f"model:{draft}", 1.3, gamma=4, target="./target-10m")
+    log("eagle", 1.2, gamma=5)
+    log(f"eagle:{shelf.find('target-10m-eagle3')}", 1.1, gamma=6)
+    for name in ("target-10m", str(target), "./target-10m"):
+        advice = only(advise(name))
+        assert advice.situation.target == "target-10m"
+        assert {plan.drafter: plan.alone.draft for plan in advice.plans} == {
+            "ngram": 2, "sibling-1m": 3, "eagle": 5
+        }  # fmt: skip
+
+
 def test_folders_are_called_by_what_tells_them_apart_and_engines_get_the_whole_path(store):
     first, second = "model:/models/one/draft", "model:/models/two/draft"
     log(first, 0.8)
