@@ -9,7 +9,8 @@ larger, as gains shrink with the batch; beyond the largest batch measured, and f
 which nothing is certain, drafting is off.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -180,8 +181,8 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
     newest result of each point in the store. Raises UserError if there are none."""
     if runs is None:
         runs = report.newest(filter(results.intact, results.listed("results")))
-    known = [run for run in runs if run.record["params"].get("target")]
-    targets = {str(run.record["params"]["target"]) for run in known}
+    known = [(run, params) for run in runs if (params := params_of(run)).get("target")]
+    targets = {params["target"] for _, params in known}
     place = _place(target)
     chosen = {t for t in targets if not target or _place(t) == place} or {
         t for t in targets if last_parts(t, 1) == target
@@ -192,19 +193,32 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
             f"no results of {target} in {results.root()}{meant(target, targets, there)}"
         )
     names, grouped = _shortest(chosen, _place), dict[Situation, list[report.Run]]()
-    for run in known:
-        if (own := str(run.record["params"]["target"])) in chosen:
-            grouped.setdefault(situation_of(run, names[own]), []).append(run)
+    for run, params in known:
+        if params["target"] in chosen:
+            situation = situation_of(run, params | {"target": names[params["target"]]})
+            grouped.setdefault(situation, []).append(run)
     every = [_advise(situation, part) for situation, part in grouped.items()]
     every = [advice for advice in every if advice.measured or advice.left_out]
     return sorted(every, key=lambda advice: -len(advice.measured))
 
 
-def situation_of(run: report.Run, target: str) -> Situation:
-    params, tags = run.record["params"] | {"target": target}, run.tags
+def params_of(run: report.Run) -> dict[str, Any]:
+    """A result's parameters. Paths, which it has relative to its notebook, are relative to the
+    working folder."""
+    params, source = dict(run.record["params"]), run.tags.get("mlflow.source.name", "notebooks/")
+    folder = results.ROOT / source.rpartition("/")[0]
+    for name in {"target", "drafter", "prompts"} & params.keys():
+        head, colon, path = str(params[name]).rpartition(":")
+        bare = path.removesuffix("+int8")
+        if "/" in bare and not os.path.isabs(bare) and (there := folder / bare).exists():
+            params[name] = f"{head}{colon}{os.path.relpath(there)}{path[len(bare) :]}"
+    return params
+
+
+def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:
     return Situation(
         tuple((name, params.get(name, PARAMETERS[name].default)) for name in SHARED),
-        tuple((name, tags.get(name, "")) for name in MACHINE),
+        tuple((name, run.tags.get(name, "")) for name in MACHINE),
     )
 
 
@@ -250,8 +264,7 @@ def _unusable(run: report.Run) -> str:
 
 def measured_in(run: report.Run) -> list[Measured]:
     """The speedups that a result logged with intervals: by batch size, or of one stream."""
-    record = run.record
-    params, metrics, series = record["params"], record["metrics"], record["series"]
+    params, metrics, series = params_of(run), run.record["metrics"], run.record["series"]
     tree = params.get("tree", "chain")
     gamma = metrics.get("speedup/best_gamma", params.get("gamma"))
     if gamma is None:

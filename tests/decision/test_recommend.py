@@ -171,6 +171,20 @@ def test_names_of_one_folder_are_one_target_and_one_drafter(store, monkeypatch, 
         }  # fmt: skip
 
 
+def test_paths_relative_to_a_notebook_are_found_from_here(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    shutil.copytree(shelf.find("sibling-1m"), tmp_path / "models" / "mine")
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    log("model:../models/mine", 1.5, prompts="../models/mine/README.md",
+        tags=MACHINE | {"mlflow.source.name": "notebooks/20_latency.ipynb"})  # fmt: skip
+    advice = only(advise())
+    assert dict(advice.situation.params)["prompts"] == "models/mine/README.md"
+    assert advice.best.drafter == "models/mine"
+    options = engines.options(advice.best, "target-10m")
+    assert f'"model": "{tmp_path}/models/mine"' in options["vLLM"]
+
+
 def test_folders_are_called_by_what_tells_them_apart_and_engines_get_the_whole_path(store):
     first, second = "model:/models/one/draft", "model:/models/two/draft"
     log(first, 0.8)
