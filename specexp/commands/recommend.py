@@ -29,6 +29,9 @@ def recommend(
     out: Path | None = opt.own(
         "Write the first table's speedups by batch size as CSV, and a figure beside."
     ),
+    grid: Path | None = opt.own(
+        "Write a grid file that measures, in larger batches, what pays in all batches so far."
+    ),
     as_json: bool = opt.AS_JSON,
 ) -> None:
     """Say which drafter to switch on, with which draft length, and up to which load.
@@ -37,8 +40,12 @@ def recommend(
     It runs nothing, and says what was not measured.
     """
     picture = opt.picture_beside(out) if out else None
+    if grid:
+        if grid.exists():
+            raise UserError(f"{grid} is there already: give another name")
+        opt.check_writable(grid)
 
-    from specexp.decision import engines
+    from specexp.decision import engines, next_grid
     from specexp.decision import recommend as recommending
     from specexp.tracking import results
 
@@ -48,6 +55,8 @@ def recommend(
             f"no result{of} in {results.root()} has a speedup: run 20_latency, 40_drafters or "
             "30_throughput_under_batch, by hand or in a grid"
         )
+    if grid:
+        grid.write_text(next_grid.text(every[0], grid.parent.resolve()))
     options = [engines.options(a.best, a.situation.target) if a.best else {} for a in every]
     if as_json:
         opt.say(opt.json_text([
@@ -60,6 +69,8 @@ def recommend(
     else:
         for advice, engine in zip(every, options, strict=True):
             _show(advice, engine)
+        if grid:
+            opt.say(f"To measure what is open: specexp grid run {grid}")
     if out and picture:
         from specexp.figures import runs, style
 

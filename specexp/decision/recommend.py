@@ -17,6 +17,7 @@ from functools import partial
 from itertools import groupby
 from math import log
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -137,7 +138,7 @@ class Advice:
         last = plan.steps[-1][0]
         if last == plan.largest:
             text += f"Larger batches than {last} were not measured with it"
-            text += ": run 30_throughput_under_batch. "
+            text += ": run 30_throughput_under_batch (its grid: specexp recommend --grid FILE). "
         else:
             text += f"Switch it off in batches above {last}. "
         others = [p for p in self.plans[1:] if p.alone.batch == first.batch]
@@ -206,13 +207,18 @@ def params_of(run: report.Run) -> dict[str, Any]:
     """A result's parameters. Paths, which it has relative to its notebook, are relative to the
     working folder."""
     params, source = dict(run.record["params"]), run.tags.get("mlflow.source.name", "notebooks/")
-    folder = results.ROOT / source.rpartition("/")[0]
-    for name in {"target", "drafter", "prompts"} & params.keys():
-        head, colon, path = str(params[name]).rpartition(":")
-        bare = path.removesuffix("+int8")
-        if "/" in bare and not os.path.isabs(bare) and (there := folder / bare).exists():
-            params[name] = f"{head}{colon}{os.path.relpath(there)}{path[len(bare) :]}"
-    return params
+    notebook = results.ROOT / source.rpartition("/")[0]
+    named = {name: str(params[name]) for name in ("target", "drafter", "prompts") if name in params}
+    return params | {name: moved(value, notebook, Path.cwd()) for name, value in named.items()}
+
+
+def moved(value: str, old: Path, new: Path) -> str:
+    """A name whose path, if it has one, is relative to the folder `new` instead of `old`."""
+    head, colon, path = value.rpartition(":")
+    bare = path.removesuffix("+int8")
+    if "/" not in bare or os.path.isabs(bare) or not (there := old / bare).exists():
+        return value
+    return f"{head}{colon}{os.path.relpath(there, new)}{path[len(bare) :]}"
 
 
 def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from specexp.commands import app
 from specexp.decision import engines
 from specexp.decision.recommend import Measured, Plan, advise
 from specexp.errors import UserError
+from specexp.grids import points
 from specexp.tracking import results
 from specexp.zoo import shelf
 
@@ -183,6 +185,40 @@ def test_paths_relative_to_a_notebook_are_found_from_here(store, monkeypatch, tm
     assert advice.best.drafter == "models/mine"
     options = engines.options(advice.best, "target-10m")
     assert f'"model": "{tmp_path}/models/mine"' in options["vLLM"]
+
+
+def test_a_grid_goes_on_from_the_largest_batch_with_what_still_pays_there(
+    store, run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / "models" / "mine"
+    shutil.copytree(shelf.find("sibling-1m"), mine)
+    log("model:models/mine", {1: 1.5, 2: 1.4}, temperature=0.8)
+    log("ngram", 1.3, gamma=4, temperature=0.8)
+    log("suffix", {1: 1.5, 2: 0.9}, temperature=0.8)
+    log("eagle", 1.5, tree="3x2", temperature=0.8)
+    file = tmp_path / "grids" / "next.yaml"
+    file.parent.mkdir()
+    code, said, err = run("target-10m", "--grid", str(file))
+    assert code == 0, err
+    assert f"specexp grid run {file}" in said
+    written = points.load([file])
+    assert [(p.params["drafter"], p.params["gamma"]) for p in written] == [
+        (os.path.relpath(mine, results.ROOT / "notebooks"), 3), ("ngram", 4)
+    ]  # fmt: skip
+    assert {p.params["temperature"] for p in written} == {0.8}
+    assert written[0].params["batches"] == [1, 2, 4, 8, 16, 32]
+    code, _, err = run("target-10m", "--grid", str(file))
+    assert code == 2
+    assert "is there already" in err
+
+
+def test_no_grid_is_written_where_nothing_is_open(store, run, tmp_path):
+    log("ngram", {1: 1.5, 2: 0.9})
+    code, _, err = run("--grid", str(tmp_path / "next.yaml"))
+    assert code == 2
+    assert "larger ones need no grid" in err
+    assert not (tmp_path / "next.yaml").exists()
 
 
 def test_folders_are_called_by_what_tells_them_apart_and_engines_get_the_whole_path(store):
