@@ -56,7 +56,7 @@ def method_of(drafter: str) -> tuple[str, str] | None:
     if objects.is_there("drafter", drafter):
         return None
     methods = fitting.methods()
-    others = () if ":" in drafter else OTHER_NAMES  # these take no argument
+    others = [n for n in OTHER_NAMES if ":" not in drafter or n == method]  # most take no argument
     if "/" not in method and (near := difflib.get_close_matches(method, [*methods, *others], 1)):
         raise UserError(
             f"drafter {method!r} is unknown; did you mean {OTHER_NAMES.get(near[0], near[0])!r}? "
