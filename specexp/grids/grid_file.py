@@ -386,7 +386,10 @@ def _name_problem(parameters: dict[str, Parameter], name: str, hints: bool) -> s
     if redact.NAME.search(name) and name not in parameters:
         return redact.REFUSED
     if name not in parameters:
-        hint = meant(name, parameters if hints else [], f"; choose from {', '.join(parameters)}")
+        # one that other notebooks have is misspelt only as gamma is of gammas
+        one = [p for p in parameters if p.startswith(name) or name.startswith(p)]
+        near = one if name in PARAMETERS else parameters
+        hint = meant(name, near if hints else [], f"; choose from {', '.join(parameters)}")
         return f"is not a parameter of the notebook{hint}"
     return None
 

@@ -356,6 +356,8 @@ BAD = {
     "timeout huge": (HEAD + "timeout_s: 1.0e+300", 2, "timeout_s"),
     # parameters
     "unknown parameter": (HEAD + "grid:\n  x: [1]\n  hwo: [well]", 4, "did you mean 'how'"),
+    "another notebook's": (HEAD + "fixed: {trees: []}", 2, "of the notebook; choose from x, how"),
+    "another's, nearly its own": (HEAD + "fixed: {seeds: [1]}", 2, "did you mean 'seed'"),
     "unknown fixed": (HEAD + "fixed:\n  x: 1\n  zzz: 1", 4, "choose from x, how"),
     "unknown include": (HEAD + "include:\n- x: 1\n  zzz: 1", 4, "include.zzz"),
     "unknown exclude": (HEAD + "grid: {x: [1]}\nexclude: [{zzz: 1}]", 3, "exclude.zzz"),
