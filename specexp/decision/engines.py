@@ -73,6 +73,7 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "eagle3": {"method": "eagle3", "model": argument},
         "eagle": {"method": "eagle", "model": argument},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": _match(argument)},
+        "mtp": {"method": "mtp"},
         "suffix": {"method": "suffix"},
     }
     own = methods.get(method) or _no()
@@ -88,11 +89,12 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 
 def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
-    names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE"}
+    names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN"}
     draft = next(iter(schedule.values()))
+    path = f"--speculative-draft-model-path {shlex.quote(argument)} " * bool(argument)
     return (
-        f"--speculative-algorithm {names.get(method) or _no()} "
-        f"--speculative-draft-model-path {shlex.quote(argument)} --speculative-num-steps {draft} "
+        f"--speculative-algorithm {names.get(method) or _no()} {path}"
+        f"--speculative-num-steps {draft} "
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {draft + 1}"
         f"  # for at most {counted(max(schedule), 'request')} at once, always on"
     )
@@ -103,6 +105,7 @@ def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "model": {"decoding_type": "DraftTarget", "speculative_model": argument},
         "parallel": {"decoding_type": "PARD", "speculative_model": argument},
         "eagle3": {"decoding_type": "Eagle3", "speculative_model": argument},
+        "mtp": {"decoding_type": "MTP"},
         "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": _match(argument),
                   "is_use_oldest": False},
     }  # fmt: skip
@@ -120,6 +123,8 @@ def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
             f"--spec-type ngram-simple --spec-ngram-simple-size-n {_match(argument)} "
             f"--spec-ngram-simple-size-m {draft}"
         )
+    elif method == "mtp":
+        own = f"--spec-type draft-mtp --spec-draft-n-max {draft}"
     elif method in ("model", "eagle3"):
         kind = {"model": "draft-simple", "eagle3": "draft-eagle3"}[method]
         own = f"--spec-type {kind} --spec-draft-n-max {draft} --spec-draft-model DRAFT.gguf"
@@ -137,6 +142,7 @@ def _transformers(method: str, argument: str, schedule: dict[int, int]) -> str:
     own = {
         "model": f"assistant_model=draft, {constant}",
         "early_exit": argument and f"assistant_early_exit={argument}, {constant}",
+        "mtp": "use_mtp=True",  # a token a layer, whatever the draft length
         "ngram": f"prompt_lookup_num_tokens={draft}, max_matching_ngram_size={_match(argument)}",
     }.get(method) or _no()
     return f"model.generate(..., {own})  # one request at a time"

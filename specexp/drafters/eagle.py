@@ -8,6 +8,10 @@ the entries that drafting left there: as many pairs as the deepest draft so far 
 From then on the layer continues with its own features.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -20,11 +24,14 @@ from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
+if TYPE_CHECKING:
+    from specexp.models.mtp import Mtp
+
 
 class EagleLayer(Drafter):
     draws = reads = True
 
-    def __init__(self, net: Eagle, target: LM, sampling: Sampling) -> None:
+    def __init__(self, net: Eagle | Mtp, target: LM, sampling: Sampling) -> None:
         self.name = net.shape.kind
         self.net, self.sampling = net, sampling
         name = f"{self.name} of {target.name}"

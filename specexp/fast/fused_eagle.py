@@ -8,7 +8,7 @@ the module's on a probe, a warning says why and the module runs unchanged.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
@@ -47,9 +47,11 @@ class FusedEagle:
 
 
 @kernel(heads.network, "cpu", "cuda")
-def network(eagle: Eagle, name: str, vocab: int) -> Network:
+def network(eagle: nn.Module, name: str, vocab: int) -> Network:
     """The layer's fused passes, compiled if they can be, with logits of the first `vocab` tokens.
     NotImplemented, after a warning that says why, if the module has to run as it is."""
+    if not isinstance(eagle, Eagle):  # a layer of the target's own class: mtp.py
+        return NotImplemented
     net, why = _fuse(eagle, vocab)
     fused.warn(name, net, why)
     return net or NotImplemented

@@ -221,8 +221,9 @@ class Eagle(nn.Module):
 
 
 @op
-def network(eagle: Eagle, name: str, vocab: int) -> Network:
-    """What runs an EAGLE layer; see `lm.network`. Its only tap, 0, is the features it makes."""
+def network(eagle: nn.Module, name: str, vocab: int) -> Network:
+    """What runs an EAGLE layer, or one that is called like it; see `lm.network`. Its only tap, 0,
+    is the features it makes."""
     return Unfused(eagle)
 
 

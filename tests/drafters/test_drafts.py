@@ -8,7 +8,14 @@ import itertools
 import pytest
 import torch
 from conftest import in_turn, tiny_tokenizer
-from support.definitions import eagle_says, law_after, likeliest, medusa_says, parallel_says
+from support.definitions import (
+    eagle_says,
+    law_after,
+    likeliest,
+    medusa_says,
+    mtp_says,
+    parallel_says,
+)
 from support.tiny import PROMPTS, Alphabet, V, engine, heads, module
 from tokenizers.processors import TemplateProcessing
 
@@ -28,14 +35,15 @@ from specexp.tree import Tree
 KINDS = ["medusa", "eagle", "eagle3"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "parallel"])
+@pytest.mark.parametrize("kind", [*KINDS, "mtp", "parallel"])
 def test_draft_tokens_match_the_definition_every_round(kind):
     """Ragged rows, accepted runs of every length; some draft tokens are accepted by luck alone, so
     the text is steered: what the drafter proposes is accepted as often as the toss of a coin
     says."""
     made = engine(kind, Tree.chain(3), "match", temperature=3.0, seed=2)
     made.drafter.sampling = Sampling()
-    says = {"medusa": medusa_says, "parallel": parallel_says}.get(kind, eagle_says)
+    definitions = {"medusa": medusa_says, "mtp": mtp_says, "parallel": parallel_says}
+    says = definitions.get(kind, eagle_says)
     nets = {"medusa": "heads", "parallel": "lm"}
     net = getattr(made.drafter, nets.get(kind, "net"))
     net = net.module if kind == "parallel" else net

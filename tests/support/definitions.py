@@ -41,6 +41,20 @@ def eagle_says(net, text: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
+def mtp_says(net, text: list[int], count: int) -> list[int]:
+    """By transformers' own layer, over the whole chain of pairs again for every draft token."""
+    [model] = net.borrowed
+    features, tokens = states(text, (2,)), text[1:]
+    for _ in range(count):
+        inputs = {"input_ids": torch.tensor([tokens]), "mtp_cache": None}
+        at = torch.arange(len(tokens))[None]
+        out = model.forward_layer(0, features[None], at, **inputs)[0, -1:]
+        features = torch.cat([features, out])
+        tokens = [*tokens, int(model.shared_head(out).argmax())]
+    return tokens[-count:]
+
+
+@torch.no_grad()
 def medusa_says(net, text: list[int], count: int) -> list[int]:
     return net(states(text, (2,))[-1]).argmax(-1).tolist()[:count]
 

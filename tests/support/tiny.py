@@ -23,6 +23,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_layers import MtpModel
 
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
@@ -35,7 +36,7 @@ from specexp.drafters.planted import Planted
 from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
-from specexp.models import generation
+from specexp.models import generation, mtp
 from specexp.models.heads import Eagle, EagleShape, Medusa, layer_config
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -58,7 +59,7 @@ RULES = {"match": Match(), "reject": Reject(), "block": Block()}
 SHAPES = [(r, t) for r in RULES for t in TREES if r != "block" or TREES[t].is_chain]
 DRAFTERS = (
     "null", "ngram", "model", "chosen", "self", "parallel", "early_exit", "medusa", "eagle",
-    "eagle3", "crossed", "planted", "suffix", "recycle",
+    "eagle3", "mtp", "crossed", "planted", "suffix", "recycle",
 )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return DraftModel(same, law)
     if kind == "early_exit":
         return EarlyExit(target, 1, law)
-    if kind in ("medusa", "eagle", "eagle3"):
+    if kind in ("medusa", "eagle", "eagle3", "mtp"):
         made = heads(kind, target.dtype, target.module)
         return (MedusaHeads if kind == "medusa" else EagleLayer)(made, target, law)
     draft = of_module(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
@@ -184,6 +185,11 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
         made = Medusa(4, 1, 32, V)
         for last in made.readouts:
             last.data.copy_(target.lm_head.weight)
+    elif kind == "mtp":
+        says = copy.copy(target)
+        says.config = copy.deepcopy(target.config)
+        says.config.num_mtp_layers = 1
+        made = mtp.Mtp(MtpModel(mtp.named(says), 1), (2,))
     else:
         layer = layer_config({
             "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,

@@ -1,0 +1,140 @@
+"""Layers for multi-token prediction, in checkpoints laid out as the published ones are."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import CONTEXT
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, MellumConfig, Qwen3_5TextConfig
+from transformers.modeling_layers import MtpModel
+
+import specexp
+from specexp.errors import UserError
+from specexp.measure.exactness import certify
+from specexp.models import mtp
+from specexp.zoo import shelf
+
+SMALL = {
+    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
+        "post_norm": "norm"}  # fmt: skip
+
+
+def of_qwen(name):
+    part, _, rest = name.partition(".")
+    return f"mtp.{QWEN[part]}.{rest}" if part in QWEN else f"mtp.layers.0.{rest}"
+
+
+def of_glm(name):
+    name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+    return f"model.layers.46.{name}"
+
+
+# GLM 4.5 Air has 46 layers, and only its layer 46 is known for what it is
+CONFIGS = {
+    "qwen3_5": (of_qwen, lambda: Qwen3_5TextConfig(
+        **SMALL, **DELTA, num_hidden_layers=2, mtp_num_hidden_layers=1,
+        layer_types=["linear_attention", "full_attention"],
+    )),
+    "glm4_moe": (of_glm, lambda: Glm4MoeConfig(
+        **SMALL, **EXPERTS, num_hidden_layers=46, first_k_dense_replace=46, n_group=1,
+        topk_group=1,
+    )),
+}  # fmt: skip
+
+
+def separate(tensors):
+    """Experts as checkpoints have them: a tensor each."""
+    for name, tensor in tensors.items():
+        if ".experts.gate_up_proj" in name:
+            for number, expert in enumerate(tensor):
+                for part, half in zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True):
+                    yield name.replace("gate_up_proj", f"{number}.{part}.weight"), half.clone()
+        elif ".experts.down_proj" in name:
+            for number, expert in enumerate(tensor):
+                yield name.replace("down_proj", f"{number}.down_proj.weight"), expert.clone()
+        else:
+            yield name, tensor.clone()
+
+
+def change(folder, edit):
+    """Edits the tensors of a folder."""
+    tensors = edit(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """saved(family): a folder, and the tensors of its layer for multi-token prediction."""
+
+    def call(family):
+        theirs, config = CONFIGS[family]
+        torch.manual_seed(0)
+        target = AutoModelForCausalLM.from_config(config())
+        target.save_pretrained(folder := tmp_path / family)
+        for file in shelf.find("target-10m").glob("tokenizer*.json"):
+            shutil.copy(file, folder)
+        layer = MtpModel(mtp.named(target), 1).layers[0].state_dict()
+        for tensor in layer.values():
+            tensor.normal_(0, 0.3)  # experts are not initialised
+        change(folder, lambda own: own | {theirs(n): t for n, t in separate(layer)})
+        return folder, layer
+
+    return call
+
+
+def load(folder, drafter="mtp", **options):
+    return specexp.load(str(folder), drafter, 3, **options)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_layer_of_a_checkpoint_drafts_and_the_output_is_the_targets(saved, family, temperature):
+    folder, layer = saved(family)
+    pairing = load(folder, temperature=temperature)
+    read = pairing.engine.drafter.net.layer.state_dict()
+    assert read.keys() == layer.keys()
+    assert [n for n in layer if not torch.equal(read[n], layer[n])] == []
+    checked = certify(pairing.engine, [[1, 2, 3, 4], [5, 6], [7]], 20)
+    assert not checked.bugs
+    assert pairing.engine.generate([[1, 2, 3]], 20).trace.acceptance.drafted > 20
+
+
+def test_of_several_layers_the_first_is_kept():
+    target = AutoModelForCausalLM.from_config(CONFIGS["qwen3_5"][1]())
+    target.config.mtp_num_hidden_layers = 3
+    model = MtpModel(mtp.named(target), 3)
+    first = model.layers[0]
+    net = mtp.Mtp(model, (2,))
+    assert [*net.borrowed[0].layers] == [net.layer] == [first]
+    assert net.config.num_hidden_layers == 1
+
+
+def test_targets_without_such_a_layer_are_refused_before_they_are_loaded(saved):
+    with pytest.raises(UserError, match="target-10m has no layer for multi-token prediction: use"):
+        specexp.load("target-10m", "mtp")
+    with pytest.raises(UserError, match="mtp:2: mtp is the target's own: use mtp"):
+        load(shelf.find("target-10m"), "mtp:2")
+    folder, _ = saved("qwen3_5")
+    change(folder, lambda own: {n: t for n, t in own.items() if not n.startswith("mtp.")})
+    with pytest.raises(UserError, match=r"config.json names a layer .*, and the weights have none"):
+        load(folder)
+    with pytest.raises(UserError, match="has sliding_attention, which is not run here: use anoth"):
+        mtp.check(MellumConfig(num_nextn_predict_layers=1), "mellum", "")
+
+
+def test_missing_tensor_of_the_layer_is_one_line(saved):
+    folder, _ = saved("qwen3_5")
+    change(folder, lambda own: {n: t for n, t in own.items() if n != "mtp.fc.weight"})
+    with pytest.raises(UserError, match=r"cannot load the layer .*eh_proj") as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
