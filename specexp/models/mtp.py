@@ -10,7 +10,7 @@ here the first serves all places.
 import copy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -54,19 +54,27 @@ class Mtp(nn.Module):
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
+    def features(
+        self, tokens: Tensor, features: Tensor, position_ids: Tensor, attention_mask: Any,
+        cache: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """One step of the layer; returns the features [B, n, E] of the next positions."""
+        model = self.borrowed[0]
+        embedded = model.embed_tokens(tokens).to(features.dtype)
+        kind = {"layer_type": FULL} if getattr(model, "has_per_layer_rope", False) else {}
+        rotary = model.rotary_emb(embedded, position_ids, **kind)
+        features = self.layer(
+            embedded, features, position_embeddings=rotary, position_ids=position_ids,
+            attention_mask=attention_mask, **{self.kept: cache},
+        )  # fmt: skip
+        return cast(Tensor, self.norm(features))
+
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, features: Tensor,
         cache: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> SimpleNamespace:  # fmt: skip
-        model = self.borrowed[0]
-        embedded = model.embed_tokens(input_ids).to(features.dtype)
-        kind = {"layer_type": FULL} if getattr(model, "has_per_layer_rope", False) else {}
-        rotary = model.rotary_emb(embedded, position_ids, **kind)
-        features = self.norm(self.layer(
-            embedded, features, position_embeddings=rotary, position_ids=position_ids,
-            attention_mask=attention_mask, **{self.kept: cache},
-        ))  # fmt: skip
-        logits = model._project_to_logits(features[:, -logits_to_keep:])
+        features = self.features(input_ids, features, position_ids, attention_mask, cache)
+        logits = self.borrowed[0]._project_to_logits(features[:, -logits_to_keep:])
         return SimpleNamespace(logits=logits, hidden_states=(features,))
 
 

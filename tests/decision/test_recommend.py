@@ -281,6 +281,16 @@ def test_a_draft_model_and_heads_are_named_by_their_folder():
     assert "draft-eagle3" in heads["llama.cpp"]
 
 
+def test_a_targets_own_layer_needs_no_other_model():
+    written = engines.options(plan("mtp"), "target-10m")
+    assert json.loads(shlex.split(written["vLLM"])[1])["method"] == "mtp"
+    words = shlex.split(written["SGLang"], comments=True)
+    assert words[1::2] == ["NEXTN", "4", "1", "5"]
+    assert yaml.safe_load(written["TensorRT-LLM"])["speculative_config"]["decoding_type"] == "MTP"
+    assert written["llama.cpp"].startswith("--spec-type draft-mtp --spec-draft-n-max 4")
+    assert "use_mtp=True" in written["transformers"]
+
+
 def test_a_draft_model_that_drafts_in_parallel_is_called_so(tmp_path):
     folder = tmp_path / "draft"
     shutil.copytree(shelf.find("sibling-1m"), folder)
