@@ -25,7 +25,7 @@ from specexp.sequences import Draft, Sequences, Verdict
 from specexp.tree import Tree
 
 if TYPE_CHECKING:
-    from specexp.models.mtp import Mtp
+    from specexp.drafters.mtp import Mtp
 
 
 class EagleLayer(Drafter):

@@ -1,22 +1,148 @@
 """Draft with the layer for multi-token prediction that a target's checkpoint has (native MTP).
 
-(DeepSeek-AI 2024, DeepSeek-V3, section 2.2; Qwen 3.5, GLM 4.5.) It drafts as an EAGLE layer does,
-from the target's last hidden state and the next token, and was trained with the target: nothing has
-to be trained or fetched.
+(DeepSeek-AI 2024, DeepSeek-V3, section 2.2.) It drafts as an EAGLE layer does, from the target's
+last hidden state and the next token, and was trained with the target: nothing has to be trained or
+fetched. It differs from EAGLE's in two norms before the projection and a block of the target's own
+class. Which tensors of a checkpoint belong to it transformers knows for every family (`MtpModel`).
+Embeddings, LM head and rotary positions are the target's. A checkpoint may have several layers, one
+for each place ahead; here the first serves all places.
 """
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.modeling_layers import MtpModel
 
 from specexp.drafters import Prepared, Request
 from specexp.drafters.eagle import EagleLayer
-from specexp.errors import UserError
-from specexp.models import mtp
+from specexp.errors import UserError, refusing
+from specexp.models import head_files
+from specexp.models.heads import EagleShape
+from specexp.models.servable import cache_name
+
+# the fields that count these layers: transformers', Qwen 3.5's, DeepSeek's
+COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
+FULL = "full_attention"
+
+
+class Mtp(nn.Module):
+    """The first of the layers of `model`, a transformers `MtpModel`, in the interface of
+    `heads.Eagle`: features [B, n, E] are the target's, as its LM head reads them, or its own."""
+
+    def __init__(self, model: Any, taps: tuple[int, ...]) -> None:
+        super().__init__()
+        self.config = copy.copy(model.config)
+        self.config.num_hidden_layers = 1
+        self.shape = EagleShape("mtp", self.config, self.config.vocab_size, taps)
+        self.layer = model.layers[0]
+        model.layers = model.layers[:1]  # the others are not held in memory
+        shared = getattr(model, "use_shared_post_norm", False)
+        self.norm = model.shared_post_norm if shared else nn.Identity()
+        self.kept = cache_name(self.layer)
+        self.borrowed = (model,)  # a tuple hides what is the target's
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.eh_proj.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.eh_proj.weight.dtype
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def features(
+        self, tokens: Tensor, features: Tensor, position_ids: Tensor, attention_mask: Any,
+        cache: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """One step of the layer; returns the features [B, n, E] of the next positions."""
+        model = self.borrowed[0]
+        embedded = model.embed_tokens(tokens).to(features.dtype)
+        kind = {"layer_type": FULL} if getattr(model, "has_per_layer_rope", False) else {}
+        rotary = model.rotary_emb(embedded, position_ids, **kind)
+        features = self.layer(
+            embedded, features, position_embeddings=rotary, position_ids=position_ids,
+            attention_mask=attention_mask, **{self.kept: cache},
+        )  # fmt: skip
+        return cast(Tensor, self.norm(features))
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, features: Tensor,
+        cache: Any = None, logits_to_keep: int = 0, **_: Any,
+    ) -> SimpleNamespace:  # fmt: skip
+        features = self.features(input_ids, features, position_ids, attention_mask, cache)
+        logits = self.borrowed[0]._project_to_logits(features[:, -logits_to_keep:])
+        return SimpleNamespace(logits=logits, hidden_states=(features,))
+
+
+def _with_layers(config: Any) -> Any:
+    """A copy of a target's config in which its layers for multi-token prediction have the names
+    that `MtpModel` reads; None if it names none."""
+    count = next((n for name in COUNTS if (n := getattr(config, name, None))), 0)
+    if not isinstance(count, int) or count < 1:
+        return None
+    config = copy.deepcopy(config)
+    config.num_mtp_layers = count
+    for kinds, usual in (("layer_types", FULL), ("mlp_layer_types", "sparse")):
+        if getattr(config, kinds, None) and not getattr(config, f"mtp_{kinds}", None):
+            setattr(config, f"mtp_{kinds}", [usual] * count)
+    return config
+
+
+def check(config: Any, target: str, folder: str) -> None:
+    """Raise UserError, before weights are loaded, for a target without such a layer, or with one
+    that is not run here. config: the target's; folder: its own or a hub id."""
+    own = _with_layers(config)
+    if own is None:
+        raise UserError(f"{target} has no layer for multi-token prediction: use another drafter")
+    kinds = {*(getattr(own, "mtp_layer_types", None) or [FULL])}
+    if kinds != {FULL}:
+        raise UserError(
+            f"{target}: its layer for multi-token prediction has {' and '.join(sorted(kinds))}, "
+            "which is not run here: use another drafter"
+        )
+    class_of = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = getattr(class_of, "_keys_to_ignore_on_load_unexpected", None) or []
+    says = SimpleNamespace(config=own, _keys_to_ignore_on_load_unexpected=known)
+    with refusing(f"{target} has no layer for multi-token prediction"):
+        theirs = MtpModel.get_mtp_weights_regex(says)
+    files = [*Path(folder).glob("*.safetensors")] if folder else []
+    if files and not any(theirs.search(n) for file in files for n in head_files.shapes_in(file)):
+        raise UserError(
+            f"{target}: config.json names a layer for multi-token prediction, and the weights have "
+            "none: take a checkpoint that has it, or another drafter"
+        )
+
+
+def named(module: Any) -> Any:
+    """The same target, with the same weights, with a config that `MtpModel` can read."""
+    other = copy.copy(module)
+    other.config = _with_layers(module.config)
+    return other
+
+
+def load(module: Any, target: str) -> Mtp:
+    """The layer of a loaded target, a transformers model. Call `check` first. Raises UserError for
+    weights that are missing."""
+    on = {"": module.device}
+    with refusing(f"cannot load the layer for multi-token prediction of {target}"):
+        model = MtpModel.from_pretrained(named(module), device_map=on)
+    net = Mtp(model, (module.config.get_text_config().num_hidden_layers,))
+    return net.eval().requires_grad_(False)
 
 
 def prepare(request: Request) -> Prepared:
     """`mtp`: of the target itself."""
     if request.argument:
         raise UserError(f"drafter mtp:{request.argument}: mtp is the target's own: use mtp")
-    mtp.check(request.config, request.target, request.folder)
+    check(request.config, request.target, request.folder)
     return Prepared(
-        lambda target: EagleLayer(mtp.load(target.module, target.name), target, request.sampling),
+        lambda target: EagleLayer(load(target.module, target.name), target, request.sampling),
         draws=True, taps=1,
     )  # fmt: skip

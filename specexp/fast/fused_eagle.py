@@ -50,7 +50,7 @@ class FusedEagle:
 def network(eagle: nn.Module, name: str, vocab: int) -> Network:
     """The layer's fused passes, compiled if they can be, with logits of the first `vocab` tokens.
     NotImplemented, after a warning that says why, if the module has to run as it is."""
-    if not isinstance(eagle, Eagle):  # a layer of the target's own class: mtp.py
+    if not isinstance(eagle, Eagle):  # a layer of the target's own class: drafters/mtp.py
         return NotImplemented
     net, why = _fuse(eagle, vocab)
     fused.warn(name, net, why)

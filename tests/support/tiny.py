@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
+from specexp.drafters import mtp
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
@@ -36,7 +37,7 @@ from specexp.drafters.planted import Planted
 from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
-from specexp.models import generation, mtp
+from specexp.models import generation
 from specexp.models.heads import Eagle, EagleShape, Medusa, layer_config
 from specexp.models.lm import LM
 from specexp.models.load import of_module

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, MellumConfig, Qwen
 from transformers.modeling_layers import MtpModel
 
 import specexp
+from specexp.drafters import mtp
 from specexp.errors import UserError
 from specexp.measure.exactness import certify
-from specexp.models import mtp
 from specexp.zoo import shelf
 
 SMALL = {
@@ -107,6 +107,21 @@ def test_layer_of_a_checkpoint_drafts_and_the_output_is_the_targets(saved, famil
     checked = certify(pairing.engine, [[1, 2, 3, 4], [5, 6], [7]], 20)
     assert not checked.bugs
     assert pairing.engine.generate([[1, 2, 3]], 20).trace.acceptance.drafted > 20
+
+
+def test_layer_has_the_dtype_that_was_asked_for(saved):
+    folder, _ = saved("qwen3_5")
+    pairing = load(folder, dtype="bfloat16")
+    assert pairing.engine.drafter.net.dtype == pairing.engine.target.dtype == torch.bfloat16
+    assert len(pairing.engine.generate([[1, 2, 3]], 8).tokens[0]) == 8
+
+
+def test_layer_of_eight_bit_weights_stays_as_it_is(saved):
+    folder, layer = saved("qwen3_5")
+    pairing = load(f"{folder}+int8")
+    assert not certify(pairing.engine, [[1, 2, 3, 4]], 12).bugs
+    read = pairing.engine.drafter.net.layer.state_dict()
+    assert torch.equal(read["eh_proj.weight"], layer["eh_proj.weight"])
 
 
 def test_of_several_layers_the_first_is_kept():
