@@ -18,7 +18,7 @@ from itertools import groupby
 from math import log
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pandas as pd
 
@@ -30,6 +30,7 @@ from specexp.zoo import naming, shelf
 SPEEDUP = next(a for a in mlflow_view.ANSWERS if a.metric == "speedup/measured")
 SHARED = ("target", "prompts", "chat", "temperature", "sampling", "rule", "dtype")
 MACHINE = ("device", "processor", "threads")
+Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`
 
 
 class Situation(NamedTuple):
@@ -193,11 +194,11 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
         raise UserError(
             f"no results of {target} in {results.root()}{meant(target, targets, there)}"
         )
-    names, grouped = _shortest(chosen, _place), dict[Situation, list[report.Run]]()
+    names, grouped = _shortest(chosen, _place), dict[Situation, list[Known]]()
     for run, params in known:
         if params["target"] in chosen:
-            situation = situation_of(run, params | {"target": names[params["target"]]})
-            grouped.setdefault(situation, []).append(run)
+            params["target"] = names[params["target"]]
+            grouped.setdefault(situation_of(run, params), []).append((run, params))
     every = [_advise(situation, part) for situation, part in grouped.items()]
     every = [advice for advice in every if advice.measured or advice.left_out]
     return sorted(every, key=lambda advice: -len(advice.measured))
@@ -228,13 +229,13 @@ def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:
     )
 
 
-def _advise(situation: Situation, runs: Sequence[report.Run]) -> Advice:
+def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     found: list[Measured] = []
     left_out: list[tuple[str, str]] = []
-    for run in runs:
+    for run, params in known:
         if SPEEDUP.metric not in run.metrics:
             continue
-        measured = measured_in(run)
+        measured = measured_in(run, params)
         if why := _unusable(run) or "it has no interval" * (not measured):
             left_out.append((f"{run.experiment}: {run.label}", why))
         else:
@@ -268,9 +269,10 @@ def _unusable(run: report.Run) -> str:
     return "; ".join(run.doubts())
 
 
-def measured_in(run: report.Run) -> list[Measured]:
-    """The speedups that a result logged with intervals: by batch size, or of one stream."""
-    params, metrics, series = params_of(run), run.record["metrics"], run.record["series"]
+def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
+    """The speedups that a result logged with intervals: by batch size, or of one stream. params:
+    as `params_of` gives them."""
+    metrics, series = run.record["metrics"], run.record["series"]
     tree = params.get("tree", "chain")
     gamma = metrics.get("speedup/best_gamma", params.get("gamma"))
     if gamma is None:
