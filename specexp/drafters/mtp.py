@@ -11,7 +11,7 @@ for each place ahead; here the first serves all places.
 import copy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -41,8 +41,7 @@ class Mtp(nn.Module):
         self.shape = EagleShape("mtp", self.config, self.config.vocab_size, taps)
         self.layer = model.layers[0]
         model.layers = model.layers[:1]  # the others are not held in memory
-        shared = getattr(model, "use_shared_post_norm", False)
-        self.norm = model.shared_post_norm if shared else nn.Identity()
+        self.norm = model.shared_post_norm if model.use_shared_post_norm else nn.Identity()
         self.kept = cache_name(self.layer)
         self.borrowed = (model,)  # a tuple hides what is the target's
 
@@ -57,27 +56,19 @@ class Mtp(nn.Module):
     def fuse(self, features: Tensor) -> Tensor:
         return features
 
-    def features(
-        self, tokens: Tensor, features: Tensor, position_ids: Tensor, attention_mask: Any,
-        cache: Any = None,
-    ) -> Tensor:  # fmt: skip
-        """One step of the layer; returns the features [B, n, E] of the next positions."""
-        model = self.borrowed[0]
-        embedded = model.embed_tokens(tokens).to(features.dtype)
-        kind = {"layer_type": FULL} if getattr(model, "has_per_layer_rope", False) else {}
-        rotary = model.rotary_emb(embedded, position_ids, **kind)
-        features = self.layer(
-            embedded, features, position_embeddings=rotary, position_ids=position_ids,
-            attention_mask=attention_mask, **{self.kept: cache},
-        )  # fmt: skip
-        return cast(Tensor, self.norm(features))
-
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, features: Tensor,
         cache: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> SimpleNamespace:  # fmt: skip
-        features = self.features(input_ids, features, position_ids, attention_mask, cache)
-        logits = self.borrowed[0]._project_to_logits(features[:, -logits_to_keep:])
+        model = self.borrowed[0]
+        embedded = model.embed_tokens(input_ids).to(features.dtype)
+        kind = {"layer_type": FULL} if getattr(model, "has_per_layer_rope", False) else {}
+        rotary = model.rotary_emb(embedded, position_ids, **kind)
+        features = self.norm(self.layer(
+            embedded, features, position_embeddings=rotary, position_ids=position_ids,
+            attention_mask=attention_mask, **{self.kept: cache},
+        ))  # fmt: skip
+        logits = model._project_to_logits(features[:, -logits_to_keep:])
         return SimpleNamespace(logits=logits, hidden_states=(features,))
 
 
