@@ -55,9 +55,9 @@ def _method(drafter: str, target: str) -> tuple[str, str]:
         return "", ""
     source = naming.source_of(drafter, target)
     if method == "eagle" and source:
-        from specexp.models import head_files
+        from specexp.models.heads import layouts
 
-        method = head_files.read(source).kind
+        method = layouts.read(source).kind
     if method == "model" and source:
         from specexp.models import load
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.growth import Level, grow
-from specexp.models.head_files import read, states_read
-from specexp.models.heads import Eagle, check, load, network
+from specexp.models.heads.eagle import Eagle, network
+from specexp.models.heads.layouts import read, states_read
+from specexp.models.heads.weights import check, load
 from specexp.models.lm import LM, PREFILL, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict

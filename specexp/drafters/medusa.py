@@ -10,8 +10,9 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.growth import Level, grow
-from specexp.models.head_files import medusa_size, read
-from specexp.models.heads import Medusa, check, load
+from specexp.models.heads.layouts import medusa_size, read
+from specexp.models.heads.medusa import Medusa
+from specexp.models.heads.weights import check, load
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict

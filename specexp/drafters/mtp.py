@@ -21,8 +21,8 @@ from transformers.modeling_layers import MtpModel
 from specexp.drafters import Prepared, Request
 from specexp.drafters.eagle import EagleLayer
 from specexp.errors import UserError, refusing
-from specexp.models import head_files
-from specexp.models.heads import EagleShape
+from specexp.models.heads import layouts
+from specexp.models.heads.eagle import EagleShape
 from specexp.models.servable import cache_name
 
 # the fields that count these layers: transformers', Qwen 3.5's, DeepSeek's
@@ -32,7 +32,7 @@ FULL = "full_attention"
 
 class Mtp(nn.Module):
     """The first of the layers of `model`, a transformers `MtpModel`, in the interface of
-    `heads.Eagle`: features [B, n, E] are the target's, as its LM head reads them, or its own."""
+    `eagle.Eagle`: features [B, n, E] are the target's, as its LM head reads them, or its own."""
 
     def __init__(self, model: Any, taps: tuple[int, ...]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def check(config: Any, target: str, folder: str) -> None:
     with refusing(f"{target} has no layer for multi-token prediction"):
         theirs = MtpModel.get_mtp_weights_regex(says)
     files = [*Path(folder).glob("*.safetensors")] if folder else []
-    if files and not any(theirs.search(n) for file in files for n in head_files.shapes_in(file)):
+    if files and not any(theirs.search(n) for file in files for n in layouts.shapes_in(file)):
         raise UserError(
             f"{target}: config.json names a layer for multi-token prediction, and the weights have "
             "none: take a checkpoint that has it, or another drafter"

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused, product
-from specexp.models import heads
 from specexp.models.cache import SlotCache
-from specexp.models.heads import Eagle
+from specexp.models.heads import eagle as layers
+from specexp.models.heads.eagle import Eagle
 from specexp.models.lm import Network
 from specexp.ops import kernel
 from specexp.tree import Branches
 
 
 class FusedEagle:
-    """A `heads.Network` in which `net` runs the layer of `eagle`. Any tap that is asked for gives
+    """An `lm.Network` in which `net` runs the layer of `eagle`. Any tap that is asked for gives
     the layer's new features. `tap`: the number by which `net` knows them: 1 after the last norm,
     -1 before it."""
 
@@ -37,7 +37,7 @@ class FusedEagle:
         taps: tuple[int, ...], last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """A pass over tokens [B, n] and the input `features` [B, n, E]; see `lm.Network` and
-        `heads.Eagle`."""
+        `eagle.Eagle`."""
         x = inputs["features"].flatten(0, 1)
         if not self.eagle.shape.fused:
             embedded = self.eagle.borrowed[0](tokens.clamp(min=0)).flatten(0, 1).to(x.dtype)
@@ -46,7 +46,7 @@ class FusedEagle:
         return self.net(tokens, positions, visible, cache, (self.tap,) * len(taps), last, x=x)
 
 
-@kernel(heads.network, "cpu", "cuda")
+@kernel(layers.network, "cpu", "cuda")
 def network(eagle: nn.Module, name: str, vocab: int) -> Network:
     """The layer's fused passes, compiled if they can be, with logits of the first `vocab` tokens.
     NotImplemented, after a warning that says why, if the module has to run as it is."""

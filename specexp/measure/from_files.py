@@ -19,7 +19,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 from specexp import fitting
 from specexp.errors import UserError, refusing
 from specexp.measure import prompts
-from specexp.models import head_files, memory, servable
+from specexp.models import memory, servable
+from specexp.models.heads import layouts
 from specexp.zoo import naming, shelf
 from specexp.zoo.known import Known
 
@@ -184,7 +185,7 @@ def _numbers(folder: Path) -> int:
         named = set(json.loads(index.read_bytes())["weight_map"].values())
     files = [*folder.glob("*.safetensors")]
     _insist({file.name for file in files} == named)
-    return sum(prod(shape) for file in files for shape in head_files.shapes_in(file).values())
+    return sum(prod(shape) for file in files for shape in layouts.shapes_in(file).values())
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -251,13 +252,13 @@ def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any
     roles = shelf.METHODS.get(method, ("draft",))
     if source and "draft" not in roles:
         _insist(Path(source).is_dir())
-        head = head_files.read(source)
+        head = layouts.read(source)
         _insist(head.kind in roles)
         _check_heads(head, target.config)
-        taps = len(head_files.states_read(head, target.config.num_hidden_layers))
+        taps = len(layouts.states_read(head, target.config.num_hidden_layers))
         limits = replace(limits, taps=taps)
         if "eagle3" not in roles:
-            limits = replace(limits, deepest=head_files.medusa_size(head)[0])
+            limits = replace(limits, deepest=layouts.medusa_size(head)[0])
     elif source:
         used.append(known(model, source))
         _insist(used[1].tokens == target.tokens)
@@ -268,11 +269,11 @@ def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any
     }
 
 
-def _check_heads(head: head_files.Head, target: Any) -> None:
+def _check_heads(head: layouts.Head, target: Any) -> None:
     """Insist that heads have every tensor that a drafter for this target reads, and no other."""
     E, V, L = target.hidden_size, target.vocab_size, target.num_hidden_layers
     if head.kind != "eagle3":
-        heads, blocks = head_files.medusa_size(head)
+        heads, blocks = layouts.medusa_size(head)
         one: Shapes = {f"{blocks}.weight": (V, E)}
         for block in range(blocks):
             one |= {f"{block}.linear.weight": (E, E), f"{block}.linear.bias": (E,)}
@@ -285,7 +286,7 @@ def _check_heads(head: head_files.Head, target: Any) -> None:
     _insist((layer["hidden_size"], layer["vocab_size"]) == (E, V))
     H, K = (layer["head_dim"] * layer[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
     wide, few = layer["intermediate_size"], head.config.get("draft_vocab_size") or V
-    taps = head_files.states_read(head, L)
+    taps = layouts.states_read(head, L)
     matrices = {
         "midlayer.self_attn.q_proj": (H, 2 * E), "midlayer.self_attn.k_proj": (K, 2 * E),
         "midlayer.self_attn.v_proj": (K, 2 * E), "midlayer.self_attn.o_proj": (E, H),

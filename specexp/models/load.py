@@ -23,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from specexp import fitting
 from specexp.errors import UserError, first_line, ran_out, refusing, warn_once
-from specexp.models import head_files, int8, memory, recurrent, servable
+from specexp.models import int8, memory, recurrent, servable
+from specexp.models.heads import layouts
 from specexp.models.lm import LM, Unfused, network, shorten_head
 from specexp.models.memory import gib, layers
 from specexp.ops import op
@@ -280,7 +281,7 @@ def _config(source: str, version: Any) -> Any:
     folder, what = Path(source), f"cannot read the model {source}"
     if folder.is_dir():
         servable.check_files(folder)
-    with refusing(what) if folder.is_dir() else head_files.from_hub(source):
+    with refusing(what) if folder.is_dir() else layouts.from_hub(source):
         described, _ = transformers.PreTrainedConfig.get_config_dict(source)
     with refusing(what):  # wrong values may raise anything
         servable.check_config_json(described, source)
@@ -308,7 +309,7 @@ def _config(source: str, version: Any) -> Any:
 @lru_cache(maxsize=64)
 def _tokenizer(source: str, version: Any) -> Any:
     absent = UserError(f"{source} has no tokenizer.json: save its tokenizer there, too")
-    with head_files.hub(source), refusing(f"cannot read the tokenizer of {source}", servable.AGAIN):
+    with layouts.hub(source), refusing(f"cannot read the tokenizer of {source}", servable.AGAIN):
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except ValueError as e:
@@ -341,7 +342,7 @@ def text_of(tokenizer: Any, tokens: Sequence[int], **how: bool) -> str:
 
 @lru_cache(maxsize=64)
 def _generation(source: str, version: Any) -> Any:
-    with head_files.hub(source), refusing(f"cannot read generation_config.json of {source}"):
+    with layouts.hub(source), refusing(f"cannot read generation_config.json of {source}"):
         try:
             return transformers.GenerationConfig.from_pretrained(source)
         except OSError:

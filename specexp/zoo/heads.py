@@ -20,8 +20,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specexp import fitting
 from specexp.errors import UserError
-from specexp.models.head_files import default_taps
-from specexp.models.heads import LAYER, Eagle, EagleShape, Medusa, layer_config, save
+from specexp.models.heads.eagle import LAYER, Eagle, EagleShape, layer_config
+from specexp.models.heads.layouts import default_taps
+from specexp.models.heads.medusa import Medusa
+from specexp.models.heads.weights import save
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import files, shelf, train
 from specexp.zoo.recipes import HEADS, HeadRecipe, insist_on_heads

@@ -26,7 +26,7 @@ from specexp.drafters.model import of_model
 from specexp.drafters.planted import Planted
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.models.heads import Eagle, layer_config
+from specexp.models.heads.eagle import Eagle, layer_config
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences

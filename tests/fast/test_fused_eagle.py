@@ -13,9 +13,10 @@ from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused
 from specexp.fast.fused_eagle import FusedEagle
-from specexp.models import head_files
-from specexp.models import heads as layers
-from specexp.models.heads import Eagle, save
+from specexp.models.heads import eagle as layers
+from specexp.models.heads import layouts
+from specexp.models.heads.eagle import Eagle
+from specexp.models.heads.weights import save
 from specexp.models.lm import LM, Unfused
 from specexp.sequences import Sequences
 from specexp.tree import Branches, Tree
@@ -149,7 +150,7 @@ def test_fusing_keeps_the_eagle_layer_and_its_files(tmp_path):
     assert isinstance(layers.network(eagle, "it", V), FusedEagle)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in eagle.state_dict().items())
     save(tmp_path, eagle, "target")
-    held = head_files.read(tmp_path).tensors()
+    held = layouts.read(tmp_path).tensors()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in held.items())
 
 

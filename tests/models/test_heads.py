@@ -18,9 +18,9 @@ from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.medusa import MedusaHeads
 from specexp.engine import Engine
 from specexp.errors import UserError
-from specexp.models import head_files
-from specexp.models.head_files import default_taps, medusa_size
-from specexp.models.heads import check, load, save
+from specexp.models.heads import layouts
+from specexp.models.heads.layouts import default_taps, medusa_size
+from specexp.models.heads.weights import check, load, save
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
 from specexp.tree import Tree
@@ -94,7 +94,7 @@ def published(layout: str):
         "speculators_config": {"algorithm": "eagle3"},
     }  # fmt: skip
     on = {"speculators": (), "speculators, today's": DEFAULTS}.get(layout, (layout,))
-    return config | {name: name in on for name in head_files.NORMS}, eagle3_tensors("layers.0", on)
+    return config | {name: name in on for name in layouts.NORMS}, eagle3_tensors("layers.0", on)
 
 
 LAYOUTS = [
@@ -123,7 +123,7 @@ def put(folder, config, held, file="model.safetensors"):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_published_heads_load_bit_for_bit_and_generate(tmp_path, layout, file):
     config, held = published(layout)
-    head = head_files.read(put(tmp_path / "head", config, held, file))
+    head = layouts.read(put(tmp_path / "head", config, held, file))
     kind = layout.split(",")[0].split(" ")[0].replace("-", "").replace("eagle1", "eagle")
     assert head.kind == {"speculators": "eagle3"}.get(kind, kind)
     target = module("llama", torch.float64)
@@ -147,7 +147,7 @@ def test_full_vocabulary_head_needs_no_d2t(tmp_path):
     config, held = published("eagle-3")
     held = {n: t for n, t in held.items() if n not in ("d2t", "t2d")}
     held["lm_head.weight"] = torch.randn(V, E)
-    head = head_files.read(put(tmp_path / "head", config | {"draft_vocab_size": V}, held))
+    head = layouts.read(put(tmp_path / "head", config | {"draft_vocab_size": V}, held))
     check(head, module().config, "target", "eagle3")
     assert load(head, module()).draft_ids.tolist() == list(range(V))
 
@@ -156,12 +156,12 @@ def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return weight * x / (x.pow(2).mean() + LAYER["rms_norm_eps"]).sqrt()
 
 
-@pytest.mark.parametrize("on", ["speculators", *head_files.NORMS, "speculators, today's"])
+@pytest.mark.parametrize("on", ["speculators", *layouts.NORMS, "speculators, today's"])
 def test_eagle3_layer_matches_hand_computation(tmp_path, on):
     """Two places that each see only themselves: whatever the positions, what attention reads is
     the place's own value."""
     config, held = published(on)
-    head = head_files.read(put(tmp_path / "head", config, held))
+    head = layouts.read(put(tmp_path / "head", config, held))
     check(head, module().config, "target", "eagle3")
     net = load(head, module())
     w = {name.removeprefix("layers.0."): t.double() for name, t in held.items()}
@@ -203,7 +203,7 @@ TAPS = {
 @pytest.mark.parametrize(("said", "taps"), TAPS.values(), ids=TAPS)
 def test_taps_are_numbered_as_hidden_states(tmp_path, said, taps):
     config, held = published("eagle-3")
-    head = head_files.read(put(tmp_path / "head", config | said, held))
+    head = layouts.read(put(tmp_path / "head", config | said, held))
     assert head.taps == taps
     deep = copy.copy(module())
     deep.config = copy.copy(deep.config)
@@ -220,7 +220,7 @@ def test_norms_are_read_from_eagle_config(tmp_path):
     config, _ = published("eagle-3")
     said = {"eagle_config": {"norm_before_fc": True}}
     held = eagle3_tensors("midlayer", ("norm_before_fc",))
-    head = head_files.read(put(tmp_path / "head", config | said, held))
+    head = layouts.read(put(tmp_path / "head", config | said, held))
     check(head, module().config, "target", "eagle3")
     assert load(head, module()).shape.norms == ("norm_before_fc",)
 
@@ -229,7 +229,7 @@ def test_norms_are_read_from_eagle_config(tmp_path):
 def test_saved_heads_keep_their_norms(tmp_path, on):
     made = with_norms(*on)
     save(tmp_path, made, "target")
-    head = head_files.read(tmp_path)
+    head = layouts.read(tmp_path)
     check(head, module().config, "target", "eagle3")
     again = load(head, module("llama", torch.float32))
     assert again.shape.norms == on
@@ -255,20 +255,20 @@ def test_only_the_preferred_weight_file_is_downloaded(tmp_path, monkeypatch):
     for number, best in enumerate(("model.safetensors", "heads.pt", "pytorch_model.bin")):
         here = tmp_path / f"cache {number}"
         here.mkdir()
-        assert head_files.read("org/heads").file == here / best
+        assert layouts.read("org/heads").file == here / best
         assert {file.name for file in here.iterdir()} == {"config.json", best}
         (hub / best).unlink()
     here = tmp_path / "empty"
     here.mkdir()
     with pytest.raises(UserError, match="has no weights"):
-        head_files.read("org/heads")
+        layouts.read("org/heads")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_heads_are_read_back_equal(tmp_path, kind):
     target, made = module(), heads(kind)
     save(tmp_path, made, "target")
-    head = head_files.read(tmp_path)
+    head = layouts.read(tmp_path)
     check(head, target.config, "target", kind)
     again = load(head, target)
     for name, tensor in made.state_dict().items():
@@ -286,9 +286,9 @@ def test_eagle3_is_saved_in_the_layout_of_vllm(tmp_path):
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
     verifier = {"name_or_path": "org/target", "architectures": ["Qwen3ForCausalLM"]}
     assert config["speculators_config"]["verifier"] == verifier
-    assert not any(config[name] for name in head_files.NORMS)
+    assert not any(config[name] for name in layouts.NORMS)
     assert config["transformer_layer_config"]["vocab_size"] == V
-    with head_files.safe_open(tmp_path / "model.safetensors", "pt") as held:
+    with layouts.safe_open(tmp_path / "model.safetensors", "pt") as held:
         names = set(held.keys())
         t2d, d2t = held.get_tensor("t2d"), held.get_tensor("d2t")
     assert "layers.0.hidden_norm.weight" in names
@@ -309,7 +309,7 @@ def test_eagle3_logits_match_the_speculators_package(tmp_path, on):
     assert tuple(config.eagle_aux_hidden_state_layer_ids) == ours.shape.taps
     config.transformer_layer_config._attn_implementation = "eager"
     theirs = Eagle3DraftModel(config)
-    with head_files.safe_open(tmp_path / "model.safetensors", "pt") as held:
+    with layouts.safe_open(tmp_path / "model.safetensors", "pt") as held:
         tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
     missing, extra = theirs.load_state_dict(tensors, strict=False)
     assert not extra
@@ -396,7 +396,7 @@ BAD = {
 @pytest.mark.parametrize(("files", "kinds", "said"), BAD.values(), ids=BAD)
 def test_unfit_heads_are_a_one_line_error(tmp_path, files, kinds, said):
     with pytest.raises(UserError) as refused:
-        check(head_files.read(put(tmp_path / "head", *files)), module().config, "target", *kinds)
+        check(layouts.read(put(tmp_path / "head", *files)), module().config, "target", *kinds)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -424,16 +424,16 @@ def test_files_that_are_no_heads_are_a_one_line_error(tmp_path, capsys):
     (tmp_path / "f" / "model.safetensors").write_bytes(b"torn")
     for said, folder in cases.items():
         with pytest.raises(UserError, match=said):
-            head_files.read(folder)
+            layouts.read(folder)
     assert "never" not in capsys.readouterr().out
     (tmp_path / "f" / "config.json").write_text("[]")
     with pytest.raises(UserError, match="holds no settings"):
-        head_files.read(tmp_path / "f")
+        layouts.read(tmp_path / "f")
     config3, held3 = published("eagle-3")
     held3["d2t"][0] = 99
     with pytest.raises(UserError, match="d2t names tokens outside"):
-        load(head_files.read(put(tmp_path / "h", config3, held3)), module())
+        load(layouts.read(put(tmp_path / "h", config3, held3)), module())
     held["0.1.weight"][0, 0] = float("nan")
-    head = head_files.read(put(tmp_path / "g", config, held))
+    head = layouts.read(put(tmp_path / "g", config, held))
     with pytest.raises(UserError, match=r"0.1.weight holds NaN"):
         load(head, module())

@@ -22,7 +22,8 @@ from specexp.measure import costs, one_pairing, parameters
 from specexp.measure.exactness import certify
 from specexp.measure.hardware import roofline
 from specexp.measure.prompts import Prompt
-from specexp.models import head_files, int8, load, memory
+from specexp.models import int8, load, memory
+from specexp.models.heads import layouts
 from specexp.models.lm import Unfused
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -117,7 +118,7 @@ def test_quantised_checkpoint_plus_int8_is_refused():
 
 def test_heads_refuse_the_int8_suffix(tiny_folders):
     with pytest.raises(UserError, match=r"heads are read as they are; leave out \+int8"):
-        head_files.read(small(tiny_folders[0]))
+        layouts.read(small(tiny_folders[0]))
     with pytest.raises(UserError, match=r"leave out \+int8"):
         train_heads("medusa", small(tiny_folders[0]), quick=True)
 

@@ -22,7 +22,7 @@ from specexp.api import Output
 from specexp.commands import app
 from specexp.drafters.crossed import TokenMap
 from specexp.errors import UserError, refusing
-from specexp.models import head_files
+from specexp.models.heads import layouts
 from specexp.models.load import load, read_config, read_tokenizer, tokens_of, weight_bytes
 from specexp.trace import Trace
 from specexp.zoo.rows import encode as encode_documents
@@ -228,7 +228,7 @@ def test_head_files_are_found_in_their_folder_alone(folder):
     split(folder, "../other/x.safetensors")
     tensors = {"0.0.linear.weight": torch.eye(4), "0.1.weight": torch.ones(8, 4)}
     save_file(tensors, folder / "part.safetensors")
-    assert head_files.read(folder).file == folder / "part.safetensors"
+    assert layouts.read(folder).file == folder / "part.safetensors"
 
 
 def test_adapter_is_refused_with_or_without_its_library(folder, refused):
@@ -462,7 +462,7 @@ def test_what_a_slow_hub_is_asked_for_is_said_while_it_is_waited_for(reading, mo
     monkeypatch.setattr(PreTrainedConfig, "get_config_dict", slow)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", slow)
     monkeypatch.setattr("huggingface_hub.snapshot_download", slow)
-    read = {"config": read_config, "tokenizer": read_tokenizer, "heads": head_files.read}[reading]
+    read = {"config": read_config, "tokenizer": read_tokenizer, "heads": layouts.read}[reading]
     with pytest.raises(UserError, match="me/slow"):
         read("me/slow")
     assert seen[-1].startswith("waiting for me/slow from the hub")

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from support.tiny import heads
 
-from specexp.models.heads import Eagle
+from specexp.models.heads.eagle import Eagle
 
 DEFAULTS = ("norm_before_residual", "norm_before_fc", "norm_output")  # of the package's trainer
 

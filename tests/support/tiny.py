@@ -38,7 +38,8 @@ from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.models import generation
-from specexp.models.heads import Eagle, EagleShape, Medusa, layer_config
+from specexp.models.heads.eagle import Eagle, EagleShape, layer_config
+from specexp.models.heads.medusa import Medusa
 from specexp.models.lm import LM
 from specexp.models.load import of_module
 from specexp.policy import Fixed

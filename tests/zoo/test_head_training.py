@@ -11,8 +11,8 @@ from support.definitions import law_after
 from support.tiny import V, heads, module
 
 from specexp.errors import UserError
-from specexp.models import head_files
-from specexp.models.heads import check
+from specexp.models.heads import layouts
+from specexp.models.heads.weights import check
 from specexp.zoo.heads import accuracy, loss_of, make, predictions_of, train_heads
 from specexp.zoo.recipes import HEADS, Course, Phase
 from specexp.zoo.rows import Rows
@@ -85,8 +85,6 @@ def test_train_heads_for_a_target_outside_the_zoo(tmp_path):
         assert facts["target"] == "mine"
         assert facts["trained"]["corpus"] == {"file": "text.txt", "characters": 20_400}
         assert {"training/loss", "accuracy/at_1"} <= set(seen[max(seen)])
-        check(
-            head_files.read(made), module().config.__class__.from_pretrained(folder), "mine", kind
-        )
+        check(layouts.read(made), module().config.__class__.from_pretrained(folder), "mine", kind)
     with pytest.raises(UserError, match="heads 'hydra' are unknown"):
         train_heads("hydra", folder)

@@ -2,7 +2,7 @@
 
 A folder or hub id becomes one description (`Head`) with the tensor names of the published EAGLE-3
 and Medusa files. Weights are safetensors, or pickles that hold only tensors (`weights_only`). This
-file knows files and names, without torch; heads.py knows what the tensors do, and writes them.
+file knows files and names, without torch; weights.py builds and writes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 @dataclass(frozen=True)
 class Head:
     """Heads on disk. kind: `medusa`, `eagle` or `eagle3`; config as in config.json; `shapes`: of
-    every tensor, by heads.py's names. Weights are read only by `tensors`."""
+    every tensor, by our names. Weights are read only by `tensors`."""
 
     kind: str
     source: str
@@ -46,7 +46,7 @@ class Head:
     names: dict[str, str]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights, by heads.py's names, on the CPU."""
+        """The weights, by our names, on the CPU."""
         if self.file.suffix == ".safetensors":
             with safe_open(self.file, "pt") as file:
                 return {name: file.get_tensor(theirs) for name, theirs in self.names.items()}

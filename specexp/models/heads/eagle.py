@@ -1,0 +1,173 @@
+"""The layer of EAGLE-1, 2 and 3."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specexp.models.lm import Network, Unfused, among_all, product
+from specexp.ops import op
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """kind: `eagle` (EAGLE-1 and 2: reads the target's last state, uses its LM head) or `eagle3`
+    (fuses the states `taps`, has an LM head of `draft_vocab` tokens).
+
+    `layer`: the config of its one layer (`layer_config`).
+
+    `norms`: EAGLE-3's optional norms, by their names in the `speculators` format:
+    `norm_before_residual` (the residual starts from the normed feature), `norm_before_fc` (the
+    concatenated states are normed before they are fused), `fc_norm` (each state is normed by
+    itself) and `norm_output` (the next place inherits the normed feature)."""
+
+    kind: str
+    layer: Any
+    draft_vocab: int
+    taps: tuple[int, ...]
+    fc_bias: bool = False
+    norms: tuple[str, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        return self.kind == "eagle3"
+
+
+LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+         "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
+         "rope_parameters", "rope_scaling", "rope_theta")  # fmt: skip
+
+
+def layer_config(settings: Mapping[str, Any]) -> Any:
+    """The LlamaConfig of an EAGLE layer by those of these settings that are not None."""
+    from transformers import LlamaConfig  # a second of imports, only where a head is built
+
+    chosen = {name: settings[name] for name in LAYER if settings.get(name) is not None}
+    return LlamaConfig(**chosen, num_hidden_layers=1, attn_implementation="sdpa")
+
+
+class Layer(nn.Module):
+    """A Llama layer; for EAGLE-3, its attention reads embedding and feature concatenated."""
+
+    def __init__(self, config: Any, fused: bool) -> None:
+        from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
+
+        super().__init__()
+        E, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = LlamaAttention(config, 0)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(E, eps)
+        if fused:
+            self.hidden_norm = LlamaRMSNorm(E, eps)
+            self.input_layernorm = LlamaRMSNorm(E, eps)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                narrow = getattr(self.self_attn, name)
+                setattr(self.self_attn, name, nn.Linear(2 * E, narrow.out_features, bias=False))
+
+    def forward(self, read: Tensor, residual: Tensor, *attention: Any) -> Tensor:
+        residual = residual + self.self_attn(read, *attention)[0]
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle(nn.Module):
+    """Autoregression on features: the feature of position t and the token of position t + 1 give
+    the feature of t + 1, and that gives the logits of the token of t + 2.
+
+    (Li et al. 2024, EAGLE, section 3; Li et al. 2025, EAGLE-3, section 3.1.) Called like a
+    transformers model. `features` [B, n, E]: the target's (see `fuse`) or its own. Returns its new
+    features as `hidden_states[-1]` [B, n, E], and logits [B, n, V], or those of the last
+    `logits_to_keep` positions; tokens outside the draft vocabulary get -inf."""
+
+    d2t: Tensor
+
+    def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+        super().__init__()
+        self.shape, self.config = shape, shape.layer
+        self.borrowed = (embed, lm_head)  # a tuple hides them: not to be trained, moved or saved
+        self.rotary = LlamaRotaryEmbedding(self.config)
+        E, eps = self.config.hidden_size, self.config.rms_norm_eps
+        if shape.fused:
+            wide = len(shape.taps) * E
+            if "norm_before_fc" in shape.norms:
+                self.input_norm = LlamaRMSNorm(wide, eps)
+            if "fc_norm" in shape.norms:
+                self.fc_norm = nn.ModuleList(LlamaRMSNorm(E, eps) for _ in shape.taps)
+            self.fc = nn.Linear(wide, E, bias=shape.fc_bias)
+            self.midlayer = Layer(self.config, True)
+            self.norm = LlamaRMSNorm(E, eps)
+            self.lm_head = nn.Linear(E, shape.draft_vocab, bias=False)
+            self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
+        else:
+            self.fc = nn.Linear(2 * E, E, bias=shape.fc_bias)
+            self.layers = nn.ModuleList([Layer(self.config, False)])
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's states [..., taps*E] as features [..., E], which the first pass reads."""
+        if not self.shape.fused:
+            return features
+        if "norm_before_fc" in self.shape.norms:
+            features = self.input_norm(features)
+        if "fc_norm" in self.shape.norms:
+            states = features.split(self.config.hidden_size, -1)
+            pairs = zip(self.fc_norm, states, strict=True)
+            features = torch.cat([norm(state) for norm, state in pairs], -1)
+        rows = features.reshape(-1, features.shape[-1])
+        return product(rows, self.fc.weight, self.fc.bias).view(*features.shape[:-1], -1)
+
+    def features(
+        self, tokens: Tensor, features: Tensor, position_ids: Tensor, attention_mask: Tensor,
+        cache: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """One step of the layer; returns the features [B, n, E] of the next positions."""
+        embedded = self.borrowed[0](tokens).to(features.dtype)
+        attention = self.rotary(features, position_ids), attention_mask, cache
+        if self.shape.fused:
+            layer, norms = self.midlayer, self.shape.norms
+            normed = layer.hidden_norm(features)
+            read = torch.cat([layer.input_layernorm(embedded), normed], -1)
+            residual = normed if "norm_before_residual" in norms else features
+            output = layer(read, residual, *attention)
+            return self.norm(output) if "norm_output" in norms else output
+        mixed = self.fc(torch.cat([embedded, features], -1))
+        return self.layers[0](mixed, mixed, *attention)
+
+    def draft_logits(self, features: Tensor) -> Tensor:
+        """Logits [..., draft_vocab] of the tokens it can draft."""
+        if not self.shape.fused:
+            return self.borrowed[1](features)
+        return self.lm_head(features if "norm_output" in self.shape.norms else self.norm(features))
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[draft_vocab] the target's ids of the tokens it can draft; `d2t` holds id - index."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, features: Tensor,
+        cache: Any = None, logits_to_keep: int = 0, **_: Any,
+    ) -> SimpleNamespace:  # fmt: skip
+        features = self.features(input_ids, features, position_ids, attention_mask, cache)
+        logits = self.draft_logits(features[:, -logits_to_keep:])
+        if self.shape.fused:
+            logits = among_all(logits, self.draft_ids, self.config.vocab_size)
+        return SimpleNamespace(logits=logits, hidden_states=(features,))
+
+
+@op
+def network(eagle: nn.Module, name: str, vocab: int) -> Network:
+    """What runs an EAGLE layer, or one that is called like it; see `lm.network`. Its only tap, 0,
+    is the features it makes."""
+    return Unfused(eagle)

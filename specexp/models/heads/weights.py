@@ -1,0 +1,162 @@
+"""Checks heads before they are loaded, loads and saves them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from specexp.errors import UserError, refusing
+from specexp.models.heads import layouts
+from specexp.models.heads.eagle import Eagle, EagleShape, layer_config
+from specexp.models.heads.layouts import medusa_size, states_read
+from specexp.models.heads.medusa import Medusa
+
+
+def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
+    """Refuse heads of another kind, for another target, or with missing or unknown tensors.
+
+    config: the target's. Raises UserError with both numbers, or the names of the tensors."""
+    subject = f"{head.source} are {head.kind} heads"
+    if head.kind not in kinds:
+        raise UserError(f"{subject}; this drafter takes {' or '.join(kinds)}: name its own method")
+    if head.kind != "medusa":
+        for name in NEEDED:
+            if not isinstance(head.config.get(name), int):
+                raise UserError(f"{subject}; config.json gives no whole number for {name}")
+    elif max(medusa_size(head)) > len(head.shapes):
+        raise UserError(f"{subject}; the file lacks heads: it has {len(head.shapes)} tensors")
+    for what, ours, theirs in _sizes(head, config):
+        if ours != theirs:
+            raise UserError(
+                f"{subject} for {what} {theirs}, and {target} has {ours}: they were made for "
+                "another target"
+            )
+    with refusing(f"{subject}; config.json describes no such layer"), torch.device("meta"):
+        net = _build(head, config, None)
+    if isinstance(net, Eagle):
+        L = config.num_hidden_layers
+        if bad := [t for t in net.shape.taps if not 0 <= t <= L]:
+            raise UserError(f"{subject} reading layer {bad[0]}, and {target} has {L} layers")
+    expected = {n: tuple(t.shape) for n, t in net.state_dict().items()}
+    shapes = {n: s for n, s in head.shapes.items() if n != EMBED}
+    if expected.get("d2t") == (config.vocab_size,):
+        shapes.setdefault("d2t", expected["d2t"])  # optional for a full vocabulary
+    strange = {"lacks": expected.keys() - shapes, "has unknown": shapes.keys() - expected}
+    for what, names in strange.items():
+        if names:
+            raise UserError(f"{subject}; the file {what} {', '.join(sorted(names)[:5])}")
+    for name, size in expected.items():
+        if shapes[name] != size:
+            raise UserError(f"{subject}; {name} is {shapes[name]} where {size} is expected")
+
+
+EMBED = "embed_tokens.weight"
+NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
+
+
+def _sizes(head: layouts.Head, config: Any) -> Iterator[tuple[str, int, int]]:
+    """Sizes that must be equal: (name, the target's, the heads')."""
+    if head.kind == "medusa":
+        last = [s for n, s in head.shapes.items() if "linear" not in n and len(s) == 2]
+        for vocab, width in last[:1]:
+            yield "hidden size", config.hidden_size, width
+            yield "vocabulary", config.vocab_size, vocab
+        return
+    width = head.config.get("target_hidden_size") or head.config["hidden_size"]
+    yield "hidden size", config.hidden_size, width
+    yield "vocabulary", config.vocab_size, head.config["vocab_size"]
+
+
+def _shape(head: layouts.Head, config: Any) -> EagleShape:
+    vocab, taps = head.config["vocab_size"], states_read(head, config.num_hidden_layers)
+    if head.kind == "eagle3":
+        vocab = head.config.get("draft_vocab_size") or vocab
+    layer, fc_bias = layer_config(head.config), "fc.bias" in head.shapes
+    return EagleShape(head.kind, layer, vocab, taps, fc_bias, head.norms)
+
+
+def _build(head: layouts.Head, config: Any, target: Any) -> Medusa | Eagle:
+    if head.kind == "medusa":
+        return Medusa(*medusa_size(head), config.hidden_size, config.vocab_size)
+    embed = target and target.get_input_embeddings()
+    return Eagle(_shape(head, config), embed, target and target.get_output_embeddings())
+
+
+def load(head: layouts.Head, target: Any) -> Any:
+    """A Medusa or an Eagle with its weights, in the dtype and on the device of `target`, a
+    transformers model. Call `check` first. Raises UserError for weights that are not finite or a
+    wrong d2t."""
+    net = _build(head, target.config.get_text_config(), target)
+    tensors = head.tensors()
+    embedding = tensors.pop(EMBED, None)  # its own, in place of the target's
+    net.load_state_dict({n: t for n, t in net.state_dict().items() if n == "d2t"} | tensors)
+    if isinstance(net, Eagle) and net.shape.fused:
+        ids = net.draft_ids
+        if ids.min() < 0 or ids.max() >= net.config.vocab_size or len(ids.unique()) < len(ids):
+            raise UserError(f"{head.source}: d2t names tokens outside the vocabulary, or one twice")
+    for name, tensor in net.state_dict().items():
+        if not torch.isfinite(tensor.float()).all():
+            raise UserError(f"{head.source}: {name} holds NaN or infinite weights")
+    net = net.to(target.device).eval().requires_grad_(False)
+    for weight in net.parameters():  # rotary frequencies are buffers and stay float32
+        weight.data = weight.data.to(target.dtype)
+    if isinstance(net, Eagle) and embedding is not None:
+        embedding = embedding.to(target.device, target.dtype)
+        if not torch.equal(embedding, net.borrowed[0].weight):
+            net.borrowed = (nn.Embedding.from_pretrained(embedding), net.borrowed[1])
+    return net
+
+
+def save(folder: Path, net: Medusa | Eagle, target: str, architectures: Sequence[str] = ()) -> None:
+    """Write heads in the layout in which their kind is published; EAGLE-3 in that of the
+    `speculators` package, which vLLM serves. `target`, and the `architectures` of its config if
+    known, are recorded as the verifier."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in net.state_dict().items()}
+    file = "model.safetensors"
+    if isinstance(net, Medusa):
+        vocab, width = net.readouts[0].shape
+        file = "medusa_lm_head.safetensors"
+        config = {
+            "model_type": "medusa", "medusa_num_heads": len(net), "medusa_num_layers": net.blocks,
+            "hidden_size": width, "vocab_size": vocab, "base_model_name_or_path": target,
+        }  # fmt: skip
+    elif net.shape.fused:
+        config = _speculators_config(net, target, architectures)
+        t2d = torch.zeros(net.config.vocab_size, dtype=torch.bool)
+        tensors["t2d"] = t2d.index_fill(0, net.draft_ids.cpu(), True)
+        tensors = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items()}
+    else:
+        config = _layer_settings(net)
+        config |= {"architectures": ["LlamaForCausalLM"], "bias": net.shape.fc_bias}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+
+
+def _layer_settings(net: Eagle) -> dict[str, Any]:
+    settings: dict[str, Any] = net.config.to_diff_dict()
+    return settings | {"vocab_size": net.config.vocab_size}
+
+
+def _speculators_config(net: Eagle, target: str, architectures: Sequence[str]) -> dict[str, Any]:
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
+                "accept_tolerance": 0.0}  # fmt: skip
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": list(architectures)},
+        },
+        "transformer_layer_config": _layer_settings(net),
+        "draft_vocab_size": net.shape.draft_vocab,
+        layouts.TAPS: list(net.shape.taps),
+        **{name: name in net.shape.norms for name in layouts.NORMS},
+    }
