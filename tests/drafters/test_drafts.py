@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import in_turn, tiny_tokenizer
 from support.definitions import (
+    block_says,
     eagle_says,
     law_after,
     likeliest,
@@ -27,6 +28,7 @@ from specexp.drafters.planted import Planted
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.models.heads.eagle import Eagle, layer_config
+from specexp.models.heads.layouts import BLOCKS
 from specexp.models.load import of_module
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -35,7 +37,7 @@ from specexp.tree import Tree
 KINDS = ["medusa", "eagle", "eagle3"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mtp", "parallel"])
+@pytest.mark.parametrize("kind", [*KINDS, "mtp", *BLOCKS, "parallel"])
 def test_draft_tokens_match_the_definition_every_round(kind):
     """Ragged rows, accepted runs of every length; some draft tokens are accepted by luck alone, so
     the text is steered: what the drafter proposes is accepted as often as the toss of a coin
@@ -43,6 +45,7 @@ def test_draft_tokens_match_the_definition_every_round(kind):
     made = engine(kind, Tree.chain(3), "match", temperature=3.0, seed=2)
     made.drafter.sampling = Sampling()
     definitions = {"medusa": medusa_says, "mtp": mtp_says, "parallel": parallel_says}
+    definitions |= dict.fromkeys(BLOCKS, block_says)
     says = definitions.get(kind, eagle_says)
     nets = {"medusa": "heads", "parallel": "lm"}
     net = getattr(made.drafter, nets.get(kind, "net"))

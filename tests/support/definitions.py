@@ -1,7 +1,10 @@
 """What the networks of drafters say by the papers' definitions, computed without any cache."""
 
+import functools
+
 import torch
 from support.tiny import V, module
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 
 @torch.no_grad()
@@ -52,6 +55,51 @@ def mtp_says(net, text: list[int], count: int) -> list[int]:
         features = torch.cat([features, out])
         tokens = [*tokens, int(model.shared_head(out).argmax())]
     return tokens[-count:]
+
+
+@torch.no_grad()
+def block_hidden(net, text: list[int], count: int) -> torch.Tensor:
+    """[places, E]: by every layer in turn, each place's attention by itself, in a list of all keys
+    of the text and the block."""
+    shape, n = net.shape, len(text)
+    features = net.fuse(states(text, shape.taps))
+    tokens = [text[-1], *[shape.mask] * (count - shape.from_root)]
+    x = torch.nn.functional.embedding(torch.tensor(tokens), net.borrowed[0].weight)
+    at = torch.arange(n - 1 + len(tokens))[None]
+    cos, sin = (part[0] for part in net.rotary(x[None], at))
+    for layer, (window, causal) in zip(net.layers, shape.spans, strict=True):
+        own, H, d = layer.self_attn, net.config.num_attention_heads, net.config.head_dim
+        read = torch.cat([features, layer.input_layernorm(x)])
+        turn = functools.partial(apply_rotary_pos_emb, cos=cos, sin=sin, unsqueeze_dim=1)
+        queries = own.q_norm(own.q_proj(read).view(len(read), H, d))
+        keys = own.k_norm(own.k_proj(read).view(len(read), -1, d)).repeat_interleave(2, 1)
+        queries, keys = turn(queries, keys)
+        values = own.v_proj(read).view(len(read), -1, d).repeat_interleave(2, 1)
+        mixed = []
+        for place in range(n - 1, len(read)):
+            seen = [
+                key for key in range(len(read))
+                if (key <= place or not causal) and (not window or abs(place - key) < window)
+            ]  # fmt: skip
+            scores = torch.einsum("hd,khd->hk", queries[place], keys[seen]) / d**0.5
+            mixed.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[seen]).flatten())
+        x = x + own.o_proj(torch.stack(mixed))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return net.norm(x)[-count:]
+
+
+@torch.no_grad()
+def block_says(net, text: list[int], count: int) -> list[int]:
+    drafted: list[int] = []
+    for state in block_hidden(net, text, count):
+        logits = net.draft_logits(state)
+        if net.shape.rank:
+            logits = logits + net.markov_head(
+                torch.tensor([text, drafted][bool(drafted)][-1]), state
+            )
+        best = int(logits.argmax())
+        drafted.append(int(net.draft_ids[best]) if net.shape.draft_vocab else best)
+    return drafted
 
 
 @torch.no_grad()

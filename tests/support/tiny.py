@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -27,6 +28,7 @@ from transformers.modeling_layers import MtpModel
 
 from specexp.drafters import mtp
 from specexp.drafters.crossed import Crossed, TokenMap
+from specexp.drafters.dflash import BlockDrafter
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.medusa import MedusaHeads
@@ -38,7 +40,9 @@ from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.models import generation
+from specexp.models.heads import block
 from specexp.models.heads.eagle import Eagle, EagleShape, layer_config
+from specexp.models.heads.layouts import BLOCKS
 from specexp.models.heads.medusa import Medusa
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -61,7 +65,7 @@ RULES = {"match": Match(), "reject": Reject(), "block": Block()}
 SHAPES = [(r, t) for r in RULES for t in TREES if r != "block" or TREES[t].is_chain]
 DRAFTERS = (
     "null", "ngram", "model", "chosen", "self", "parallel", "early_exit", "medusa", "eagle",
-    "eagle3", "mtp", "crossed", "planted", "suffix", "recycle",
+    "eagle3", "mtp", "dflash", "dspark", "crossed", "planted", "suffix", "recycle",
 )  # fmt: skip
 
 
@@ -141,9 +145,10 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return DraftModel(same, law)
     if kind == "early_exit":
         return EarlyExit(target, 1, law)
-    if kind in ("medusa", "eagle", "eagle3", "mtp"):
+    classes = {"medusa": MedusaHeads, "dflash": BlockDrafter, "dspark": BlockDrafter}
+    if kind in ("medusa", "eagle", "eagle3", "mtp", "dflash", "dspark"):
         made = heads(kind, target.dtype, target.module)
-        return (MedusaHeads if kind == "medusa" else EagleLayer)(made, target, law)
+        return classes.get(kind, EagleLayer)(made, target, law)
     draft = of_module(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
     if kind == "crossed":
         return Crossed(draft, TokenMap(Alphabet(0), Alphabet(5), V), law)
@@ -178,6 +183,12 @@ class Alphabet:
         return SimpleNamespace(input_ids=[i for piece in pieces for i in piece])
 
 
+HEAD = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
 @functools.cache
 def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
     """Of random weights, except that Medusa's begin as copies of the target's own head."""
@@ -187,16 +198,22 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
         made = Medusa(4, 1, 32, V)
         for last in made.readouts:
             last.data.copy_(target.lm_head.weight)
+    elif kind in BLOCKS:
+        layers = block.layers_config(HEAD | {"head_dim": 8, "num_hidden_layers": 2})
+        shape = block.BlockShape(kind, layers, 6, V - 1, (1, 2), ((6, False), (0, False)), cap=10.0)
+        if kind == "dspark":
+            spans = (0, False), (5, True)
+            shape = replace(shape, from_root=True, draft_vocab=V - 8, rank=4, spans=spans)
+        made = block.Block(shape, target.get_input_embeddings(), target.get_output_embeddings())
+        if kind == "dspark":
+            made.d2t.fill_(3)
     elif kind == "mtp":
         says = copy.copy(target)
         says.config = copy.deepcopy(target.config)
         says.config.num_mtp_layers = 1
         made = mtp.Mtp(MtpModel(mtp.named(says), 1), (2,))
     else:
-        layer = layer_config({
-            "vocab_size": V, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        })  # fmt: skip
+        layer = layer_config(HEAD)
         draft = (V - 8, (1, 2, 2)) if kind == "eagle3" else (V, (2,))
         shape = EagleShape(kind, layer, *draft)
         made = Eagle(shape, target.get_input_embeddings(), target.get_output_embeddings())

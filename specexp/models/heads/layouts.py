@@ -1,8 +1,8 @@
-"""The layouts in which heads are published: Medusa, EAGLE-1/2, EAGLE-3 and `speculators`.
+"""The layouts in which heads are published: Medusa, EAGLE, DFlash, DSpark and `speculators`.
 
-A folder or hub id becomes one description (`Head`) with the tensor names of the published EAGLE-3
-and Medusa files. Weights are safetensors, or pickles that hold only tensors (`weights_only`). This
-file knows files and names, without torch; weights.py builds and writes them.
+A folder or hub id becomes one description (`Head`) with the tensor names of the published EAGLE-3,
+Medusa and DFlash files. Weights are safetensors, or pickles that hold only tensors
+(`weights_only`). This file knows files and names, without torch; weights.py builds and writes them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from specexp.errors import UserError, first_line, refusing, waiting
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, and EAGLE-3 in the speculators format"
+LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, DFlash and DSpark, also in the speculators format"
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
-_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight)$")  # derived from d2t, or the target's
+# derived from d2t, the target's, or by what DSpark lets an engine verify less
+_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_head\..*)$")
 _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
+BLOCKS = ("dflash", "dspark")
+BLOCK_TAPS = "aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class Head:
-    """Heads on disk. kind: `medusa`, `eagle` or `eagle3`; config as in config.json; `shapes`: of
-    every tensor, by our names. Weights are read only by `tensors`."""
+    """Heads on disk. kind: `medusa`, `eagle`, `eagle3` or one of BLOCKS; config as in config.json;
+    `shapes`: of every tensor, by our names. Weights are read only by `tensors`."""
 
     kind: str
     source: str
@@ -73,11 +76,30 @@ class Head:
         norm and transformers after it. States are fused in the order of the layers, not of the
         list."""
         own, nested = self.config.get(TAPS), self._nested.get(TAPS)
-        listed = own or nested or []
-        if not isinstance(listed, list) or not all(type(t) is int for t in listed):
-            raise UserError(f"{self.source}: config.json has {listed} for {TAPS}; give numbers")
+        listed = self._numbers(TAPS, own or nested or [])
         layers = not own and min(listed, default=0) == 1
         return tuple(sorted(t + layers for t in listed))
+
+    @property
+    def block_taps(self) -> tuple[int, ...]:
+        """The same of a block drafter, in the order in which it fuses them: a list of states in the
+        `speculators` format, else of layers. () if none are listed."""
+        if listed := self.config.get(BLOCK_TAPS):
+            return self._numbers(BLOCK_TAPS, listed)
+        layers = self.block_setting("target_layer_ids", [])
+        return tuple(t + 1 for t in self._numbers("target_layer_ids", layers))
+
+    def block_setting(self, name: str, default: Any = None) -> Any:
+        """A setting of a block drafter: of its `dflash_config`, or of the config itself."""
+        nested = self.config.get("dflash_config")
+        value = nested.get(name) if isinstance(nested, dict) else None
+        value = self.config.get(name) if value is None else value
+        return default if value is None else value
+
+    def _numbers(self, field: str, listed: Any) -> tuple[int, ...]:
+        if not isinstance(listed, list) or not all(type(t) is int for t in listed):
+            raise UserError(f"{self.source}: config.json has {listed} for {field}; give numbers")
+        return tuple(listed)
 
     @property
     def _nested(self) -> dict[str, Any]:
@@ -145,6 +167,8 @@ def default_taps(layers: int) -> tuple[int, ...]:
 
 def states_read(head: Head, layers: int) -> tuple[int, ...]:
     """The hidden states that heads read of a target with so many layers (`Head.taps`)."""
+    if head.kind in BLOCKS:
+        return head.block_taps
     return head.taps or default_taps(layers) if head.kind == "eagle3" else (layers,)
 
 
@@ -155,11 +179,17 @@ def _our_name(name: str) -> str | None:
 
 
 def _kind(names: dict[str, str]) -> str | None:
-    """The kind, by tensor names. Renames the layer of a `speculators` head in `names`."""
+    """The kind, by tensor names. Renames those of a `speculators` head, or of transformers' own
+    block drafter, in `names`."""
     if names and all(_MEDUSA.match(name) for name in names):
         return "medusa"
+    for ours, theirs in (("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc")):
+        if f"{theirs}.weight" in names:
+            names[f"{ours}.weight"] = names.pop(f"{theirs}.weight")
     if "fc.weight" not in names:
         return None
+    if "hidden_norm.weight" in names:
+        return "dspark" if any(name.startswith("markov_head.") for name in names) else "dflash"
     if any(".hidden_norm." in name for name in names):
         for name in [n for n in names if n.startswith("layers.0.")]:
             names[name.replace("layers.0.", "midlayer.")] = names.pop(name)

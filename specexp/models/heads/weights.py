@@ -11,8 +11,9 @@ from torch import nn
 
 from specexp.errors import UserError, refusing
 from specexp.models.heads import layouts
+from specexp.models.heads.block import Block, shape_of
 from specexp.models.heads.eagle import Eagle, EagleShape, layer_config
-from specexp.models.heads.layouts import medusa_size, states_read
+from specexp.models.heads.layouts import BLOCKS, medusa_size, states_read
 from specexp.models.heads.medusa import Medusa
 
 
@@ -37,7 +38,12 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
             )
     with refusing(f"{subject}; config.json describes no such layer"), torch.device("meta"):
         net = _build(head, config, None)
-    if isinstance(net, Eagle):
+    if isinstance(net, Block) and not 0 <= net.shape.mask < config.vocab_size:
+        raise UserError(
+            f"{subject} with the mask {net.shape.mask}, and {target} embeds {config.vocab_size} "
+            "tokens"
+        )
+    if not isinstance(net, Medusa):
         L = config.num_hidden_layers
         if bad := [t for t in net.shape.taps if not 0 <= t <= L]:
             raise UserError(f"{subject} reading layer {bad[0]}, and {target} has {L} layers")
@@ -67,6 +73,8 @@ def _sizes(head: layouts.Head, config: Any) -> Iterator[tuple[str, int, int]]:
             yield "vocabulary", config.vocab_size, vocab
         return
     width = head.config.get("target_hidden_size") or head.config["hidden_size"]
+    if head.kind in BLOCKS:  # which embeds tokens as the target does
+        yield "embeddings", config.hidden_size, head.config["hidden_size"]
     yield "hidden size", config.hidden_size, width
     yield "vocabulary", config.vocab_size, head.config["vocab_size"]
 
@@ -79,22 +87,25 @@ def _shape(head: layouts.Head, config: Any) -> EagleShape:
     return EagleShape(head.kind, layer, vocab, taps, fc_bias, head.norms)
 
 
-def _build(head: layouts.Head, config: Any, target: Any) -> Medusa | Eagle:
+def _build(head: layouts.Head, config: Any, target: Any) -> Medusa | Eagle | Block:
     if head.kind == "medusa":
         return Medusa(*medusa_size(head), config.hidden_size, config.vocab_size)
     embed = target and target.get_input_embeddings()
-    return Eagle(_shape(head, config), embed, target and target.get_output_embeddings())
+    readout = target and target.get_output_embeddings()
+    if head.kind in BLOCKS:
+        return Block(shape_of(head), embed, readout)
+    return Eagle(_shape(head, config), embed, readout)
 
 
 def load(head: layouts.Head, target: Any) -> Any:
-    """A Medusa or an Eagle with its weights, in the dtype and on the device of `target`, a
+    """A Medusa, an Eagle or a Block with its weights, in the dtype and on the device of `target`, a
     transformers model. Call `check` first. Raises UserError for weights that are not finite or a
     wrong d2t."""
     net = _build(head, target.config.get_text_config(), target)
     tensors = head.tensors()
     embedding = tensors.pop(EMBED, None)  # its own, in place of the target's
     net.load_state_dict({n: t for n, t in net.state_dict().items() if n == "d2t"} | tensors)
-    if isinstance(net, Eagle) and net.shape.fused:
+    if not isinstance(net, Medusa) and hasattr(net, "d2t"):
         ids = net.draft_ids
         if ids.min() < 0 or ids.max() >= net.config.vocab_size or len(ids.unique()) < len(ids):
             raise UserError(f"{head.source}: d2t names tokens outside the vocabulary, or one twice")
@@ -104,7 +115,7 @@ def load(head: layouts.Head, target: Any) -> Any:
     net = net.to(target.device).eval().requires_grad_(False)
     for weight in net.parameters():  # rotary frequencies are buffers and stay float32
         weight.data = weight.data.to(target.dtype)
-    if isinstance(net, Eagle) and embedding is not None:
+    if not isinstance(net, Medusa) and embedding is not None:
         embedding = embedding.to(target.device, target.dtype)
         if not torch.equal(embedding, net.borrowed[0].weight):
             net.borrowed = (nn.Embedding.from_pretrained(embedding), net.borrowed[1])

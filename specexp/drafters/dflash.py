@@ -1,0 +1,84 @@
+"""Draft a whole block in one pass (DFlash), corrected token by token (DSpark).
+
+(Chen et al. 2026, DFlash, arXiv 2602.06036.) A round feeds the root and a mask for each draft
+token. Of the text before the root, the layers read keys and values of the target's hidden states,
+which are written before a token is committed, so no draft token is ever fed. What is drafted at a
+level does not depend on the levels above it, except by DSpark's Markov head, whose bias depends on
+the token before.
+"""
+
+import torch
+from torch import Tensor
+
+from specexp.drafters import Drafter, Prepared, Request
+from specexp.growth import Level, grow
+from specexp.models.heads.block import Block, shape_of
+from specexp.models.heads.layouts import read
+from specexp.models.heads.weights import check, load
+from specexp.models.lm import LM, Forward
+from specexp.sampling import Rng, Sampling
+from specexp.sequences import Draft, Sequences, Verdict
+from specexp.tree import Tree
+
+
+class BlockDrafter(Drafter):
+    draws = True
+
+    def __init__(self, net: Block, target: LM, sampling: Sampling) -> None:
+        self.name = net.shape.kind
+        self.net, self.sampling = net, sampling
+        self.lm = LM(net, f"{self.name} of {target.name}", target.vocab, net)
+        self.models: tuple[LM, ...] = (self.lm,)
+        self.taps = net.shape.taps
+        self.context = self.lm.context = target.context  # its positions are the target's
+
+    def allocate(self, B: int, S: int) -> None:
+        self.lm.allocate(B, S)
+
+    def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
+        if hidden is not None:
+            slots = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
+            self._remember(seqs, hidden, slots)
+
+    def _remember(self, seqs: Sequences, states: Tensor, slots: Tensor) -> None:
+        """Write keys and values of the target's states [B, n, taps*E] of the tokens in slots
+        [B, n]."""
+        features = self.net.fuse(states)
+        self.lm.feed(seqs, slots, slots, slots, None, last=0, features=features)
+
+    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        places = torch.arange(tree.depth + (not self.net.shape.from_root), device=self.lm.device)
+        passes: list[Forward] = []
+
+        def step(level: Level) -> Tensor:
+            if not passes:
+                slots = seqs.places(places[None])
+                tokens = torch.where(places > 0, self.net.shape.mask, seqs.drafting(seqs.root, 0))
+                passes.append(
+                    self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=tree.depth)
+                )
+            logits, hidden = passes[0].logits[:, level.depth, None], passes[0].hidden
+            assert hidden is not None
+            if not self.net.shape.rank:
+                return logits.expand(-1, level.tokens.shape[1], -1)
+            state = hidden[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
+            return logits + self.net.bias(level.tokens, state)[..., : self.lm.vocab]
+
+        return grow(seqs, tree, step, self.sampling, rng)
+
+    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
+        assert seen.hidden is not None
+        states = torch.take_along_dim(seen.hidden, verdict.path[..., None], 1)
+        slots = seqs.places(torch.arange(states.shape[1], device=states.device)[None])
+        self._remember(seqs, states, slots)
+
+
+def prepare(request: Request) -> Prepared:
+    """`dflash:NAME`: a folder or hub id of DFlash or DSpark weights; without a name, the zoo's."""
+    head = read(request.source(request.method, request.argument))
+    check(head, request.config, request.target, "dflash", "dspark")
+    shape = shape_of(head)
+    return Prepared(
+        lambda target: BlockDrafter(load(head, target.module), target, request.sampling),
+        draws=True, deepest=shape.deepest, taps=len(shape.taps),
+    )  # fmt: skip

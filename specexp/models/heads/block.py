@@ -1,0 +1,241 @@
+"""The network that drafts a whole block in one pass: DFlash, and DSpark, which adds a Markov head.
+
+(Chen et al. 2026, DFlash: Block Diffusion for Flash Speculative Decoding, arXiv 2602.06036; DSpark
+is DeepSeek-AI's.) Its layers are Qwen 3's. What they attend to is not: of the text before the root
+they read keys and values that are computed from the target's hidden states alone (`remember`), and
+in the block, which is the root followed by masks, every token sees every other one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specexp.errors import UserError
+from specexp.models.cache import SlotCache
+from specexp.models.heads.eagle import LAYER
+from specexp.models.heads.layouts import Head
+from specexp.models.lm import Linear, among_all
+from specexp.models.servable import cache_name
+from specexp.tree import Branches
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """kind: `dflash` or `dspark`; `layers`: the config of all layers (`layers_config`); `block`:
+    its tokens, root included; `mask`: the token that stands for one not known yet; `taps`: the
+    target's states it reads.
+
+    `spans`: for each layer its window (0: none), and whether the block is causal in it.
+    `from_root`: the output at each place is for the token after it, not for the token there.
+    `draft_vocab`: tokens of its own LM head; 0: it borrows the target's. `rank`, `gated`: of the
+    Markov head; rank 0: none. `embeds_by`, `scale`, `cap`: factors on embeddings and logits, and
+    the bound to which logits are squashed (0: none)."""
+
+    kind: str
+    layers: Any
+    block: int
+    mask: int
+    taps: tuple[int, ...]
+    spans: tuple[tuple[int, bool], ...]
+    from_root: bool = False
+    draft_vocab: int = 0
+    rank: int = 0
+    gated: bool = False
+    embeds_by: float = 1.0
+    scale: float = 1.0
+    cap: float = 0.0
+
+    @property
+    def deepest(self) -> int:
+        """The most draft tokens of a block."""
+        return self.block - (not self.from_root)
+
+
+def shape_of(head: Head) -> BlockShape:
+    """The shape of a block drafter by its config. Raises UserError for settings that are missing,
+    or that are not run here."""
+    subject, setting = f"{head.source} are {head.kind} heads", head.block_setting
+    for name, usual in (("attention_value_scale", 1), ("logit_scale", 1), ("shift_label", False)):
+        if (value := setting(name, usual)) != usual:
+            raise UserError(f"{subject} with {name} {value}, which is not run here")
+    if (kind := setting("markov_head_type", "vanilla")) not in ("vanilla", "gated"):
+        raise UserError(f"{subject} with a Markov head of type {kind}, which is not run here")
+    if head.file.with_name("mask_embedding.pt").exists():
+        raise UserError(f"{subject} with a mask_embedding.pt, which is not read here")
+    block, mask = setting("block_size"), setting("mask_token_id")
+    if not head.block_taps or type(block) is not int or block < 2 or type(mask) is not int:
+        raise UserError(
+            f"{subject}; config.json must give block_size (2 or more), mask_token_id and "
+            "target_layer_ids"
+        )
+    layers = layers_config(head.config)
+    early = head.kind == "dspark" and "speculators_model_type" not in head.config
+    own_head = "lm_head.weight" in head.shapes
+    return BlockShape(
+        head.kind, layers, block, mask, head.block_taps, tuple(_spans(head, subject)),
+        from_root=bool(setting("sample_from_anchor", early)),
+        draft_vocab=setting("draft_vocab_size", layers.vocab_size) if own_head else 0,
+        rank=setting("markov_rank", 0) if head.kind == "dspark" else 0, gated=kind == "gated",
+        embeds_by=float(setting("input_embedding_scale", 1)),
+        scale=float(setting("output_multiplier", 1)),
+        cap=float(setting("final_logit_softcapping", 0)),
+    )  # fmt: skip
+
+
+def _spans(head: Head, subject: str) -> Iterator[tuple[int, bool]]:
+    """The window of each layer (0: none), and whether the block is causal in it: by default where
+    there is a window."""
+    setting, L = head.block_setting, head.config.get("num_hidden_layers", 1)
+    kinds = head.config.get("layer_types") or ["full_attention"] * L
+    if setting("use_swa") and "sliding_attention" not in kinds:
+        kinds = ["sliding_attention"] * L
+    causal = setting("is_causal", setting("causal"))
+    for kind in kinds:
+        slides = kind == "sliding_attention"
+        window = setting("swa_window_size", setting("sliding_window")) if slides else 0
+        if slides and (type(window) is not int or window < 1):
+            raise UserError(f"{subject} with windows; config.json gives no sliding_window")
+        usual = slides and not setting("sliding_window_non_causal", False)
+        yield window, usual if causal is None else bool(causal)
+
+
+def layers_config(settings: Mapping[str, Any]) -> Any:
+    """The Qwen3Config of a block's layers by those of these settings that are not None. It names no
+    windows: a block's cache keeps every slot."""
+    from transformers import Qwen3Config  # a second of imports, only where a head is built
+
+    names = (*LAYER, "num_hidden_layers", "attention_bias", "hidden_act")
+    chosen = {name: settings[name] for name in names if settings.get(name) is not None}
+    return Qwen3Config(**chosen, attn_implementation="sdpa")
+
+
+class Markov(nn.Module):
+    """Adds to a token's logits a bias that depends on the token before it (DSpark, section 3)."""
+
+    def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int, gated: bool) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = Linear(rank, draft_vocab, bias=False)
+        if gated:
+            self.gate_proj = Linear(width + rank, rank)
+        self.gated = gated
+
+    def forward(self, before: Tensor, hidden: Tensor) -> Tensor:
+        """The bias [..., draft_vocab] after tokens `before` [...], where hidden [..., E] is the
+        state of the logits that it is added to."""
+        known = self.markov_w1(before.clamp(min=0))
+        if self.gated:
+            known = known * self.gate_proj(torch.cat([hidden, known], -1)).sigmoid()
+        return self.markov_w2(known)
+
+
+class Block(nn.Module):
+    """A block's layers, with a head of its own or the target's. It is an `lm.Network`."""
+
+    d2t: Tensor
+    parts = ()
+    by_length_up_to = 0
+
+    def __init__(self, shape: BlockShape, embed: Any, lm_head: Any) -> None:
+        from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+        super().__init__()
+        self.shape, self.config = shape, shape.layers
+        self.borrowed = (embed, lm_head)  # a tuple hides them: not to be trained, moved or saved
+        E, V, eps = self.config.hidden_size, self.config.vocab_size, self.config.rms_norm_eps
+        self.fc = nn.Linear(len(shape.taps) * E, E, bias=False)
+        self.hidden_norm = qwen3.Qwen3RMSNorm(E, eps)
+        self.layers = nn.ModuleList(
+            qwen3.Qwen3DecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers)
+        )
+        self.norm = qwen3.Qwen3RMSNorm(E, eps)
+        self.rotary = qwen3.Qwen3RotaryEmbedding(self.config)
+        self.kept = cache_name(self.layers[0])
+        if shape.draft_vocab:
+            self.lm_head = nn.Linear(E, shape.draft_vocab, bias=False)
+            self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
+        if shape.rank:
+            self.markov_head = Markov(V, shape.draft_vocab or V, E, shape.rank, shape.gated)
+        for part in self.modules():
+            if type(part) is nn.Linear:
+                part.__class__ = Linear
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[draft_vocab] the target's ids of the tokens it can draft; `d2t` holds id - index."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The target's states [..., taps*E] as features [..., E], which `remember` takes."""
+        return self.hidden_norm(self.fc(states))
+
+    def remember(self, features: Tensor, positions: Tensor, cache: Any) -> None:
+        """Append keys and values of features [B, n, E] at positions [B, n] to every layer's."""
+        from transformers.models.qwen3.modeling_qwen3 import rotate_half
+
+        cos, sin = (x[:, None] for x in self.rotary(features, positions))
+        for number, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            shape = (*features.shape[:-1], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(features).view(shape)).transpose(1, 2)
+            values = attention.v_proj(features).view(shape).transpose(1, 2)
+            cache.update(keys * cos + rotate_half(keys) * sin, values, number)
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: Any
+    ) -> Tensor:
+        """The states [B, n, E] of tokens [B, n] of blocks, which read what `remember` appended and
+        each other. masks: of each layer."""
+        embedding = self.borrowed[0].weight
+        x = F.embedding(tokens.clamp(min=0), embedding).to(self.dtype) * self.shape.embeds_by
+        rotary = self.rotary(x, positions)
+        for layer, mask in zip(self.layers, masks, strict=True):
+            x = layer(x, attention_mask=mask, position_embeddings=rotary, **{self.kept: cache})
+        return self.norm(x)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., draft_vocab or V] by states [..., E], without a Markov head's bias."""
+        head = self.lm_head if self.shape.draft_vocab else self.borrowed[1]
+        logits = head(hidden) * self.shape.scale
+        return (logits / self.shape.cap).tanh() * self.shape.cap if self.shape.cap else logits
+
+    def among_all(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] by those [..., draft_vocab or V] of the tokens it can draft."""
+        if not self.shape.draft_vocab:
+            return logits
+        return among_all(logits, self.draft_ids, self.config.vocab_size)
+
+    def bias(self, before: Tensor, hidden: Tensor) -> Tensor:
+        """The Markov head's bias [..., V]; see `Markov`."""
+        return self.among_all(self.markov_head(before, hidden))
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """See `lm.Network`. With `features` [B, n, E] they are remembered and nothing is returned;
+        otherwise the tokens are a block. The only tap, 0, is the states of the logits."""
+        if "features" in inputs:
+            self.remember(inputs["features"], positions, cache)
+            return None, None
+        slots, key = cache.slots[:, 0], torch.arange(cache.seen, device=tokens.device)  # [B, n, 1]
+        masks = {}
+        for window, causal in set(self.shape.spans):
+            seen = key <= (slots if causal else slots[:, -1:]).expand_as(slots)
+            near = (slots - key).abs() < window if window else seen
+            masks[window, causal] = cache.mask(seen & near, self.dtype)
+        spans = [masks[span] for span in self.shape.spans]
+        hidden = self.hidden(tokens, positions, spans, cache)[:, -(last or 0) :]
+        return self.among_all(self.draft_logits(hidden)), hidden if taps else None
