@@ -46,15 +46,15 @@ def options(plan: Plan, target: str) -> dict[str, str]:
 
 
 def _method(drafter: str, target: str) -> tuple[str, str]:
-    """The method's name, `eagle3` for heads of that kind and `parallel` for a draft model that
-    drafts in one pass, and its argument: the folder or hub id of a model or heads if it has one.
-    Raises UserError if these are not there any more."""
+    """The method's name, or that of its heads' kind, or `parallel` for a draft model that drafts in
+    one pass, and its argument: the folder or hub id of a model or heads if it has one. Raises
+    UserError if these are not there any more."""
     try:
         method, argument = naming.method_of(drafter) or ("", "")
     except UserError:  # a class of one's own, from another folder
         return "", ""
     source = naming.source_of(drafter, target)
-    if method == "eagle" and source:
+    if method in ("eagle", "dflash") and source:
         from specexp.models.heads import layouts
 
         method = layouts.read(source).kind
@@ -72,6 +72,8 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "parallel": {"method": "draft_model", "model": argument, "parallel_drafting": True},
         "eagle3": {"method": "eagle3", "model": argument},
         "eagle": {"method": "eagle", "model": argument},
+        "dflash": {"method": "dflash", "model": argument},
+        "dspark": {"method": "dspark", "model": argument},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": _match(argument)},
         "mtp": {"method": "mtp"},
         "suffix": {"method": "suffix"},
@@ -89,13 +91,18 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 
 def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
-    names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN"}
+    names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN",
+             "dflash": "DFLASH"}  # fmt: skip
     draft = next(iter(schedule.values()))
     path = f"--speculative-draft-model-path {shlex.quote(argument)} " * bool(argument)
+    length = (
+        f"--speculative-num-steps {draft} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {draft + 1}"
+    )
+    if method == "dflash":
+        length = f"--speculative-dflash-block-size {draft + 1}"
     return (
-        f"--speculative-algorithm {names.get(method) or _no()} {path}"
-        f"--speculative-num-steps {draft} "
-        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {draft + 1}"
+        f"--speculative-algorithm {names.get(method) or _no()} {path}{length}"
         f"  # for at most {counted(max(schedule), 'request')} at once, always on"
     )
 
@@ -106,6 +113,8 @@ def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "parallel": {"decoding_type": "PARD", "speculative_model": argument},
         "eagle3": {"decoding_type": "Eagle3", "speculative_model": argument},
         "mtp": {"decoding_type": "MTP"},
+        "dflash": {"decoding_type": "DFlash", "speculative_model": argument},
+        "dspark": {"decoding_type": "DSpark", "speculative_model": argument},
         "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": _match(argument),
                   "is_use_oldest": False},
     }  # fmt: skip
@@ -125,8 +134,8 @@ def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
         )
     elif method == "mtp":
         own = f"--spec-type draft-mtp --spec-draft-n-max {draft}"
-    elif method in ("model", "eagle3"):
-        kind = {"model": "draft-simple", "eagle3": "draft-eagle3"}[method]
+    elif method in ("model", "eagle3", "dflash", "dspark"):
+        kind = "draft-simple" if method == "model" else f"draft-{method}"
         own = f"--spec-type {kind} --spec-draft-n-max {draft} --spec-draft-model DRAFT.gguf"
     else:
         _no()

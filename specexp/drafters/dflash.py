@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.growth import Level, grow
-from specexp.models.heads.block import Block, shape_of
+from specexp.models.heads.block import Block, network, shape_of
 from specexp.models.heads.layouts import read
 from specexp.models.heads.weights import check, load
 from specexp.models.lm import LM, Forward
@@ -27,7 +27,8 @@ class BlockDrafter(Drafter):
     def __init__(self, net: Block, target: LM, sampling: Sampling) -> None:
         self.name = net.shape.kind
         self.net, self.sampling = net, sampling
-        self.lm = LM(net, f"{self.name} of {target.name}", target.vocab, net)
+        name = f"{self.name} of {target.name}"
+        self.lm = LM(net, name, target.vocab, network(net, name, target.vocab))
         self.models: tuple[LM, ...] = (self.lm,)
         self.taps = net.shape.taps
         self.context = self.lm.context = target.context  # its positions are the target's

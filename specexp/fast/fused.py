@@ -362,6 +362,16 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     return fastest_agreeing(implementations(fused), kinds, tokens, wanted)
 
 
+def inside(head: Tensor, ids: Tensor, vocab: int) -> tuple[Tensor, Tensor | None]:
+    """The rows of a head [V', E] whose tokens `ids` [V'] are among the first `vocab`, and these
+    tokens; None if they are all the tokens in order."""
+    if torch.equal(ids, torch.arange(len(ids), device=ids.device)) and len(ids) >= vocab:
+        return head[:vocab], None
+    if not (known := ids < vocab).all():
+        ids, head = ids[known], head[known]
+    return head, ids.contiguous()
+
+
 def probe(module: Any) -> Tensor:
     """The tokens [1, 8] on which implementations are compared."""
     return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size

@@ -82,17 +82,12 @@ def _eagle1(eagle: Eagle, vocab: int) -> Fused:
 
 
 def _eagle3(eagle: Eagle, vocab: int) -> Fused:
-    """EAGLE-3's layer over states [B * n, E] and embeddings. Its own LM head has logits of the
-    tokens `draft_ids` alone; those from `vocab` on are left out."""
-    layer, ids, head = eagle.midlayer, eagle.draft_ids, eagle.lm_head.weight
-    every = torch.equal(ids, torch.arange(eagle.config.vocab_size, device=eagle.device))
-    if every:
-        head = head[:vocab]
-    elif not (inside := ids < vocab).all():
-        ids, head = ids[inside], head[inside]
+    """EAGLE-3's layer over states [B * n, E] and embeddings, and its own LM head."""
+    layer = eagle.midlayer
+    head, ids = fused.inside(eagle.lm_head.weight, eagle.draft_ids, vocab)
     return Fused(
         [layer], eagle.rotary, eagle.norm, head, eagle.borrowed[0].weight,
         beside=(layer.input_layernorm, layer.hidden_norm),
         adds="norm_before_residual" in eagle.shape.norms,
-        ids=None if every else ids.contiguous(), vocab=vocab,
+        ids=ids, vocab=vocab,
     )  # fmt: skip

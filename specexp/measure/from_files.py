@@ -251,7 +251,7 @@ def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any
     used, itemsize = [target], BYTES[asked["dtype"] or "float32"]
     roles = shelf.METHODS.get(method, ("draft",))
     if source and "draft" not in roles:
-        _insist(Path(source).is_dir())
+        _insist(Path(source).is_dir() and method != "dflash")
         head = layouts.read(source)
         _insist(head.kind in roles)
         _check_heads(head, target.config)

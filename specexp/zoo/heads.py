@@ -1,4 +1,4 @@
-"""Trains Medusa and EAGLE heads for a target, on the target's own distribution.
+"""Trains Medusa, EAGLE and DFlash heads for a target, on the target's own distribution.
 
 Every batch passes through the target first, without gradients, for its hidden states and its
 distribution p. The heads learn p (soft cross-entropy), not the text. EAGLE is trained on its own
@@ -20,13 +20,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specexp import fitting
 from specexp.errors import UserError
+from specexp.models.heads.block import Block, BlockShape, layers_config
 from specexp.models.heads.eagle import LAYER, Eagle, EagleShape, layer_config
 from specexp.models.heads.layouts import default_taps
 from specexp.models.heads.medusa import Medusa
 from specexp.models.heads.weights import save
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import files, shelf, train
-from specexp.zoo.recipes import HEADS, HeadRecipe, insist_on_heads
+from specexp.zoo.recipes import END, HEADS, HeadRecipe, insist_on_heads
 from specexp.zoo.rows import Documents, Rows, Texts, encode, read
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
@@ -34,9 +35,13 @@ Predictions = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
 """From a batch [B, T + 1], for each drafted position: logits of the heads and p, [B, n, V] each."""
 
 
-def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor) -> Medusa | Eagle:
+Heads = Medusa | Eagle | Block
+
+
+def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor, end: int = END) -> Heads:
     """Untrained heads. counts [V]: how often each token occurs in the training text; the most
-    frequent ones are EAGLE-3's draft vocabulary."""
+    frequent ones are the draft vocabulary of EAGLE-3 and DFlash. end: the token that DFlash's masks
+    are."""
     config = target.config.get_text_config()
     torch.manual_seed(recipe.seed)
     readout = target.get_output_embeddings()
@@ -45,24 +50,42 @@ def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor) -> Medusa 
         for last in medusa.readouts:
             last.data.copy_(readout.weight)
         return medusa.to(target.device)
-    shape = eagle_shape(recipe, config)
-    eagle = Eagle(shape, target.get_input_embeddings(), readout).to(target.device)
-    if shape.fused:
-        ids = counts.topk(shape.draft_vocab).indices.sort().values.to(target.device)
-        eagle.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
-        eagle.lm_head.weight.data.copy_(readout.weight[ids])
-    return eagle
+    embed = target.get_input_embeddings()
+    net: Eagle | Block
+    if recipe.kind == "dflash":
+        net = Block(block_shape(recipe, config, end), embed, readout)
+    else:
+        net = Eagle(eagle_shape(recipe, config), embed, readout)
+    net = net.to(target.device)
+    if vocab := len(getattr(net, "d2t", ())):
+        ids = counts.topk(vocab).indices.sort().values.to(target.device)
+        net.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        net.lm_head.weight.data.copy_(readout.weight[ids])
+    return net
 
 
 def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
     """The shape of an EAGLE layer with the same attention as the target's layers."""
     L, vocab = config.num_hidden_layers, config.vocab_size
-    settings = {name: getattr(config, name, None) for name in LAYER if "rope" not in name}
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
-    layer = layer_config(settings | {"intermediate_size": recipe.hidden, "rope_theta": theta})
+    layer = layer_config(_settings(recipe, config))
     if recipe.kind == "eagle3":
         return EagleShape("eagle3", layer, min(recipe.draft_vocab, vocab), default_taps(L))
     return EagleShape(recipe.kind, layer, vocab, (L,))
+
+
+def block_shape(recipe: HeadRecipe, config: Any, end: int) -> BlockShape:
+    """The shape of a DFlash block with the same attention as the target's layers."""
+    layers = layers_config(_settings(recipe, config) | {"num_hidden_layers": recipe.layers})
+    taps, spans = default_taps(config.num_hidden_layers), ((0, False),) * recipe.layers
+    vocab = min(recipe.draft_vocab, config.vocab_size)
+    return BlockShape("dflash", layers, recipe.block, end, taps, spans, draft_vocab=vocab)
+
+
+def _settings(recipe: HeadRecipe, config: Any) -> dict[str, Any]:
+    settings = {name: getattr(config, name, None) for name in LAYER if "rope" not in name}
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    settings["head_dim"] = settings["head_dim"] or config.hidden_size // config.num_attention_heads
+    return settings | {"intermediate_size": recipe.hidden, "rope_theta": theta}
 
 
 def loss_of(predictions: Predictions, device: str) -> train.Loss:
@@ -91,7 +114,7 @@ def accuracy(predictions: Predictions, rows: Tensor, device: str) -> list[float]
         return [float(hits.float().mean()) for hits in same]
 
 
-def predictions_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) -> Predictions:
+def predictions_of(model: Heads, target: PreTrainedModel, unroll: int) -> Predictions:
     """The predictions of heads and their target; with a draft vocabulary, for its tokens alone."""
 
     @torch.no_grad()
@@ -120,7 +143,40 @@ def predictions_of(model: Medusa | Eagle, target: PreTrainedModel, unroll: int) 
             yield model.draft_logits(predicted[:, number:]), p[:, number:]
             features = predicted.roll(1, 1)
 
-    return medusa if isinstance(model, Medusa) else eagle
+    def block(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        assert isinstance(model, Block)
+        _, states, p = target_sees(batch, True)
+        p, K = p[..., model.draft_ids], model.shape.block
+        features = model.fuse(torch.cat([states[t] for t in model.shape.taps], -1))
+        B, T, E = features.shape
+        roots = roots_of(T, K, batch.device)
+        tokens = torch.full((B, len(roots), K), model.shape.mask, device=batch.device)
+        tokens[..., 0] = batch[:, roots]
+        at = (roots[:, None] + torch.arange(K, device=batch.device)).view(1, -1)
+        cache = DynamicCache()
+        model.remember(features, torch.arange(T, device=batch.device)[None], cache)
+        masks = [blocks_apart(roots, K, T, features)] * len(model.layers)
+        hidden = model.hidden(tokens.view(B, -1), at, masks, cache).view(B, -1, K, E)
+        for place in range(1, K):
+            yield model.draft_logits(hidden[:, :, place]), p[:, roots + place - 1]
+
+    return {Medusa: medusa, Eagle: eagle, Block: block}[type(model)]
+
+
+def roots_of(T: int, K: int, device: torch.device) -> Tensor:
+    """The roots of the blocks of K tokens that are trained on in T tokens: every K/2-th token that
+    has one before it and K - 1 after it."""
+    return torch.arange(1, T - K + 2, max(1, K // 2), device=device)
+
+
+def blocks_apart(roots: Tensor, K: int, T: int, like: Tensor) -> Tensor:
+    """Additive mask [1, 1, A * K, T + A * K], with the dtype of `like`: the tokens of a block see
+    the text before its root, and each other."""
+    root = roots.repeat_interleave(K)[:, None]
+    text = torch.arange(T, device=like.device)
+    visible = torch.cat([text < root, root == root[:, 0]], 1)
+    mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill(~visible, torch.finfo(like.dtype).min)[None, None]
 
 
 def unrolled(T: int, number: int, like: Tensor) -> Tensor:
@@ -169,7 +225,7 @@ def train_heads(
     count = 8 if quick else 512
     learnt["continued"] = train.continued(model, documents, count, work, tokenizer.eos_token_id)
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
-    head = make(recipe, net, torch.from_numpy(counts))
+    head = make(recipe, net, torch.from_numpy(counts), tokenizer.eos_token_id)
     predictions = predictions_of(head, net, recipe.unroll)
     rows = {name: _rows(part, device) for name, part in held_out.items()}
 
@@ -198,7 +254,8 @@ def train_heads(
     facts = {
         "name": name, "role": kind, "target": last, "about": recipe.about,
         "parameters": sum(p.numel() for p in head.parameters()),
-        "layers": recipe.heads if kind == "medusa" else 1, "width": model.config.hidden_size,
+        "layers": recipe.heads if kind == "medusa" else recipe.layers,
+        "width": model.config.hidden_size,
         "held_out": figures,
         "trained": train.trained_on(recipe.courses, losses, recipe.seed, corpus=corpus),
     }  # fmt: skip

@@ -61,12 +61,13 @@ class Course:
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE).
+    """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE), those,
+    `layers` and `block` (DFlash).
 
     `unroll`: passes of EAGLE in training, each on the output of the one before (training-time test,
     Li et al. 2025, EAGLE-3, section 3.2)."""
 
-    kind: str  # "medusa", "eagle" or "eagle3"
+    kind: str  # "medusa", "eagle", "eagle3" or "dflash"
     about: str
     courses: tuple[Course, ...]
     heads: int = 3
@@ -74,6 +75,7 @@ class HeadRecipe:
     hidden: int = 512
     draft_vocab: int = 2048
     unroll: int = 3
+    block: int = 8
     seed: int = 5
 
     def quick(self) -> "HeadRecipe":
@@ -99,6 +101,12 @@ _HEADS = (
         "eagle3",
         "An EAGLE-3 layer: autoregression on hidden states from three depths of the target.",
         _EAGLE,
+    ),
+    HeadRecipe(
+        "dflash",
+        "A DFlash block: seven draft tokens in one pass, from hidden states of three depths.",
+        (Course((Phase(900, 32, 256), Phase(60, 8, 1024)), FOLLOW),),
+        layers=2,
     ),
 )
 HEADS = {recipe.kind: recipe for recipe in _HEADS}

@@ -87,7 +87,9 @@ def steps(made: Engine) -> list[object]:
     return [getattr(x, "func", None) or x.function for x in cpu_replays.changing(noted.steps)]
 
 
-@pytest.mark.parametrize("kind", ["null", "recycle", "early_exit", "medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", ["null", "recycle", "early_exit", "medusa", "eagle", "eagle3", "dflash"]
+)
 def test_padded_vocabulary_adds_no_step_to_a_round(kind):
     """Logits of padding are not made; nothing is held twice."""
     whole, padded = (

@@ -352,7 +352,9 @@ def in_parts(made: Engine, trees: list[Tree], rounds: int) -> list[list[list[int
     return drafts
 
 
-@pytest.mark.parametrize("kind", ["model", "medusa", "eagle3", "crossed", "recycle", "planted"])
+@pytest.mark.parametrize(
+    "kind", ["model", "medusa", "eagle3", "dspark", "crossed", "recycle", "planted"]
+)
 def test_draft_recorded_apart_carries_its_memo_to_observe(kind):
     trees = [Tree.branching(2, 2, 1), Tree.branching(3, 1, 1), Tree.chain(4)]
     one, other = (make(engine(kind, rule="match")) for make in (taped, untaped))

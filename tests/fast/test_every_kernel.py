@@ -13,7 +13,7 @@ from specexp import engine, ops
 from specexp.drafters.suffix import Suffix
 from specexp.fast import fused, lighter
 from specexp.models import cache, lm, load
-from specexp.models.heads import eagle
+from specexp.models.heads import block, eagle
 from specexp.models.scans import Scan, Walk
 from specexp.recording import recorder_for
 from specexp.rules import Block, Reject
@@ -23,7 +23,8 @@ from specexp.tree import Tree
 
 # networks and recorders, which are compared whole: test_fused.py, test_cuda_graphs.py, ...
 WHOLE = {
-    lm.network, lm.fill, eagle.network, load.place_weights, recorder_for, fused.by_length_up_to,
+    lm.network, lm.fill, block.network, eagle.network, load.place_weights, recorder_for,
+    fused.by_length_up_to,
 }  # fmt: skip
 WITH_GPU = torch.cuda.is_available()
 SEEDS = {"cpu": 400, "cuda": 30, "interpreted": 30}  # of a GPU most are compiled anew

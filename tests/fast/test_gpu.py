@@ -110,7 +110,7 @@ def test_a_round_waits_for_nothing(kind, tree, dtype, device):
 
 @on_every_device
 @pytest.mark.parametrize("tree", [Tree.chain(3), Tree.branching(2, 2)], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", ["null", "model", "eagle3", "ngram", "recycle"])
+@pytest.mark.parametrize("kind", ["null", "model", "eagle3", "dflash", "ngram", "recycle"])
 def test_served_texts_are_those_of_the_cpu(kind, tree, device):
     """Three rows for five requests: texts join, leave and move."""
     made = engine(kind, tree, "match", dtype=torch.float32, device=device)

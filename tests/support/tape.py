@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from specexp.engine import Engine
 from specexp.fast import cuda_graphs
 from specexp.fast.cpu_replays import Recording, replay_of
+from specexp.fast.fused_block import FusedBlock
 from specexp.fast.fused_eagle import FusedEagle
 from specexp.fast.recordings import Recordings, Refused
 from specexp.recording import Recorder
@@ -83,6 +84,8 @@ def in_torch(net: Any) -> Any:
     """The same passes without compiled code."""
     if isinstance(net, FusedEagle):
         return FusedEagle(net.eagle, in_torch(net.net))
+    if isinstance(net, FusedBlock):
+        return FusedBlock(net.block, in_torch(net.net))
     return getattr(net, "fused", net)
 
 

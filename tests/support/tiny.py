@@ -200,7 +200,7 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
             last.data.copy_(target.lm_head.weight)
     elif kind in BLOCKS:
         layers = block.layers_config(HEAD | {"head_dim": 8, "num_hidden_layers": 2})
-        shape = block.BlockShape(kind, layers, 6, V - 1, (1, 2), ((6, False), (0, False)), cap=10.0)
+        shape = block.BlockShape(kind, layers, 6, V - 1, (0, 2), ((0, False), (0, False)))
         if kind == "dspark":
             spans = (0, False), (5, True)
             shape = replace(shape, from_root=True, draft_vocab=V - 8, rank=4, spans=spans)

@@ -1,5 +1,6 @@
 """Heads are trained on what drafting asks of them, and leave a folder that can be read."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -7,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
-from support.definitions import law_after
+from support.definitions import block_hidden, law_after
 from support.tiny import V, heads, module
 
 from specexp.errors import UserError
 from specexp.models.heads import layouts
+from specexp.models.heads.block import Block
 from specexp.models.heads.weights import check
-from specexp.zoo.heads import accuracy, loss_of, make, predictions_of, train_heads
+from specexp.zoo.heads import accuracy, loss_of, make, predictions_of, roots_of, train_heads
 from specexp.zoo.recipes import HEADS, Course, Phase
 from specexp.zoo.rows import Rows
 from specexp.zoo.train import fit
@@ -55,7 +57,29 @@ def test_training_inputs_and_targets_match_drafting(kind):
             assert torch.allclose(p[0, here].double(), right, atol=1e-6), (start, number)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+@pytest.mark.parametrize("K", [2, 5])
+def test_training_inputs_and_targets_of_blocks_match_drafting(K):
+    """A block that begins at every root, all in one pass."""
+    net, target, T = heads("dflash"), module(), 13
+    shape = dataclasses.replace(net.shape, block=K, spans=((0, False),) * 2, draft_vocab=V - 8)
+    own = Block(shape, *net.borrowed).to(net.dtype).eval()
+    own.d2t.fill_(3)
+    drawn = torch.randint(0, V, (2, T + 1), generator=torch.Generator().manual_seed(1))
+    predictions = [*predictions_of(own, target, 1)(drawn)]
+    assert len(predictions) == K - 1
+    p = target(drawn[:, :-1], use_cache=False).logits.softmax(-1)[..., own.draft_ids]
+    roots = roots_of(T, K, drawn.device).tolist()
+    assert roots[0] == 1
+    for row, text in enumerate(drawn.tolist()):
+        for at, root in enumerate(roots):
+            drafted = own.draft_logits(block_hidden(own, text[: root + 1], K - 1))
+            for place, (logits, right) in enumerate(predictions):
+                assert torch.allclose(logits[row, at], drafted[place], atol=1e-9)
+                assert torch.allclose(right[row, at].double(), p[row, root + place], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dflash"])
 def test_head_training_loss_falls(tmp_path, kind):
     target = tiny_llama(0).eval().requires_grad_(False)
     drawn = np.random.default_rng(0).integers(1, V, 5000)
@@ -74,7 +98,7 @@ def test_train_heads_for_a_target_outside_the_zoo(tmp_path):
     tokenizer.save_pretrained(folder)
     text = tmp_path / "text.txt"
     text.write_text("def mean(values): return sum(values) / len(values)\n" * 400)
-    for kind in KINDS:
+    for kind in [*KINDS, "dflash"]:
         seen = {}
         made = train_heads(
             kind, folder, tmp_path / "out", tmp_path / "work", quick=True, text=text,

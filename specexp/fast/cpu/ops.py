@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specexp import ops, rules, sampling, sequences
 from specexp.drafters import ngram, recycle, suffix
-from specexp.fast import cpu_replays, fused, fused_eagle, huge_pages
+from specexp.fast import cpu_replays, fused, fused_block, fused_eagle, huge_pages
 from specexp.fast.cpu import build
 from specexp.models import lm
 from specexp.models.scans import FIRST, Scan, Walk
@@ -28,7 +28,8 @@ from specexp.tree import Tree
 
 P = ParamSpec("P")
 T = TypeVar("T")
-__all__ = ["cpu_replays", "fused", "fused_eagle", "huge_pages"]  # importing them registers theirs
+# importing these registers their kernels
+__all__ = ["cpu_replays", "fused", "fused_block", "fused_eagle", "huge_pages"]
 
 FEW = 16  # the most rows of a compiled product
 PLAIN = (Tensor, torch.nn.Parameter)  # the memory of a tensor of another class may be elsewhere

@@ -20,7 +20,7 @@ from specexp import engine, rules
 from specexp.drafters.ngram import NGram
 from specexp.drafters.suffix import Suffix
 from specexp.errors import first_line
-from specexp.fast import cuda_graphs, fused, fused_eagle, lighter
+from specexp.fast import cuda_graphs, fused, fused_block, fused_eagle, lighter
 from specexp.fast.private import keep_triton
 from specexp.models import lm
 from specexp.models.cache import Slots, store
@@ -29,7 +29,7 @@ from specexp.sampling import Noise, Sampling, likeliest, ranked
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 
-__all__ = ["cuda_graphs", "fused_eagle"]  # importing them registers theirs
+__all__ = ["cuda_graphs", "fused_block", "fused_eagle"]  # importing them registers theirs
 
 log = logging.getLogger("specexp")
 

@@ -18,8 +18,9 @@ from specexp.errors import UserError
 from specexp.models.cache import SlotCache
 from specexp.models.heads.eagle import LAYER
 from specexp.models.heads.layouts import Head
-from specexp.models.lm import Linear, among_all
+from specexp.models.lm import Linear, Network, among_all
 from specexp.models.servable import cache_name
+from specexp.ops import op
 from specexp.tree import Branches
 
 
@@ -239,3 +240,9 @@ class Block(nn.Module):
         spans = [masks[span] for span in self.shape.spans]
         hidden = self.hidden(tokens, positions, spans, cache)[:, -(last or 0) :]
         return self.among_all(self.draft_logits(hidden)), hidden if taps else None
+
+
+@op
+def network(block: Block, name: str, vocab: int) -> Network:
+    """What runs a block; see `lm.network`. Its only tap, 0, is the states of the logits."""
+    return block

@@ -73,10 +73,10 @@ def _sizes(head: layouts.Head, config: Any) -> Iterator[tuple[str, int, int]]:
             yield "vocabulary", config.vocab_size, vocab
         return
     width = head.config.get("target_hidden_size") or head.config["hidden_size"]
-    if head.kind in BLOCKS:  # which embeds tokens as the target does
-        yield "embeddings", config.hidden_size, head.config["hidden_size"]
     yield "hidden size", config.hidden_size, width
     yield "vocabulary", config.vocab_size, head.config["vocab_size"]
+    if head.kind in BLOCKS:  # which embeds tokens as the target does
+        yield "embeddings", config.hidden_size, head.config["hidden_size"]
 
 
 def _shape(head: layouts.Head, config: Any) -> EagleShape:
@@ -122,8 +122,10 @@ def load(head: layouts.Head, target: Any) -> Any:
     return net
 
 
-def save(folder: Path, net: Medusa | Eagle, target: str, architectures: Sequence[str] = ()) -> None:
-    """Write heads in the layout in which their kind is published; EAGLE-3 in that of the
+def save(
+    folder: Path, net: Medusa | Eagle | Block, target: str, architectures: Sequence[str] = ()
+) -> None:
+    """Write heads in the layout in which their kind is published; EAGLE-3 and DFlash in that of the
     `speculators` package, which vLLM serves. `target`, and the `architectures` of its config if
     known, are recorded as the verifier."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in net.state_dict().items()}
@@ -135,7 +137,7 @@ def save(folder: Path, net: Medusa | Eagle, target: str, architectures: Sequence
             "model_type": "medusa", "medusa_num_heads": len(net), "medusa_num_layers": net.blocks,
             "hidden_size": width, "vocab_size": vocab, "base_model_name_or_path": target,
         }  # fmt: skip
-    elif net.shape.fused:
+    elif isinstance(net, Block) or net.shape.fused:
         config = _speculators_config(net, target, architectures)
         t2d = torch.zeros(net.config.vocab_size, dtype=torch.bool)
         tensors["t2d"] = t2d.index_fill(0, net.draft_ids.cpu(), True)
@@ -148,26 +150,39 @@ def save(folder: Path, net: Medusa | Eagle, target: str, architectures: Sequence
     (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
 
 
-def _layer_settings(net: Eagle) -> dict[str, Any]:
+def _layer_settings(net: Eagle | Block) -> dict[str, Any]:
     settings: dict[str, Any] = net.config.to_diff_dict()
     return settings | {"vocab_size": net.config.vocab_size}
 
 
-def _speculators_config(net: Eagle, target: str, architectures: Sequence[str]) -> dict[str, Any]:
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
+def _speculators_config(
+    net: Eagle | Block, target: str, architectures: Sequence[str]
+) -> dict[str, Any]:
+    kind, own = net.shape.kind, {}
+    if isinstance(net, Block):
+        draft = net.shape.deepest
+        own = {
+            "block_size": net.shape.block, "mask_token_id": net.shape.mask,
+            layouts.BLOCK_TAPS: list(net.shape.taps), "sample_from_anchor": False,
+            "sliding_window_non_causal": True,
+        }  # fmt: skip
+    else:
+        draft = 5
+        own = {layouts.TAPS: list(net.shape.taps)}
+        own |= {name: name in net.shape.norms for name in layouts.NORMS}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": draft, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [{"eagle3": "Eagle3Speculator", "dflash": "DFlashDraftModel"}[kind]],
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": target, "architectures": list(architectures)},
         },
         "transformer_layer_config": _layer_settings(net),
         "draft_vocab_size": net.shape.draft_vocab,
-        layouts.TAPS: list(net.shape.taps),
-        **{name: name in net.shape.norms for name in layouts.NORMS},
+        **own,
     }

@@ -1,0 +1,78 @@
+"""Fused passes over the blocks of DFlash and DSpark: what fused.py and cpu/ do for whole networks.
+
+A block whose layers have no window is a pass of a `Fused` network in which every token sees every
+other one. If no such network can be built, or its logits differ from the module's on a probe, a
+warning says why and the module runs unchanged. Keys and values of the text are the module's.
+"""
+
+import torch
+from torch import Tensor
+
+from specexp.fast import fused
+from specexp.fast.cpu.passes import Native
+from specexp.fast.fused import Fused
+from specexp.models.cache import SlotCache
+from specexp.models.heads import block as blocks
+from specexp.models.heads.block import Block
+from specexp.models.lm import Network
+from specexp.ops import kernel
+from specexp.tree import Branches
+
+
+class FusedBlock:
+    """A `Block` whose passes over blocks are those of `net`."""
+
+    parts = ()
+
+    def __init__(self, block: Block, net: Fused | Native) -> None:
+        self.block, self.net, self.by_length_up_to = block, net, net.by_length_up_to
+        self.causal = block.shape.spans[0][1]
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
+        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """See `Block.forward`."""
+        if inputs:
+            return self.block(tokens, positions, visible, cache, taps, last, **inputs)
+        n, L = tokens.shape[1], len(self.block.layers)
+        if not self.causal:
+            every = torch.ones(1, n, n, dtype=torch.bool, device=tokens.device)
+            visible = Branches(cache.slots[:, 0, :1, 0], every)
+        logits, hidden = self.net(tokens, positions, visible, cache, (L,) * len(taps), last)
+        return logits, None if hidden is None else hidden[:, -(last or 0) :]
+
+
+@kernel(blocks.network, "cpu", "cuda")
+def network(block: Block, name: str, vocab: int) -> Network:
+    """The block's fused passes, compiled if they can be, with logits of the first `vocab` tokens.
+    NotImplemented, after a warning that says why, if the module has to run as it is."""
+    net, why = _fuse(block, vocab)
+    fused.warn(name, net, why)
+    return net or NotImplemented
+
+
+@torch.inference_mode()
+def _fuse(block: Block, vocab: int) -> tuple[FusedBlock | None, str]:
+    shape, embed = block.shape, block.borrowed[0].weight
+    if len({*shape.spans}) > 1 or shape.spans[0][0]:
+        return None, "its layers have windows"
+    if (shape.embeds_by, shape.scale, shape.cap) != (1, 1, 0):
+        return None, "it scales embeddings or logits"
+    if not shape.draft_vocab and getattr(block.borrowed[1], "bias", None) is not None:
+        return None, "the head it borrows has a bias"
+    tokens = fused.probe(block)
+    at, cache = fused.whole_sequence(len(block.layers), tokens)
+    try:
+        head, ids = block.borrowed[1].weight[:vocab], None
+        if shape.draft_vocab:
+            head, ids = fused.inside(block.lm_head.weight, block.draft_ids, vocab)
+        net = Fused(
+            [*block.layers], block.rotary, block.norm, head, embed, ids=ids, vocab=vocab
+        )  # fmt: skip
+        reference, _ = block(tokens, at, None, cache, (), None)
+    except Exception as e:
+        return None, fused.failure(e)
+    assert reference is not None
+    nets = (FusedBlock(block, each) for each in fused.implementations(net))
+    return fused.fastest_agreeing(nets, len(block.layers), tokens, reference[..., :vocab])

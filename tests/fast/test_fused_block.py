@@ -1,0 +1,131 @@
+"""A block drafter with less work makes the states and logits of its module as it is."""
+
+import copy
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import on_every_device
+from support.tiny import PROMPTS, V, heads
+
+from specexp.fast import fused
+from specexp.fast.cpu.passes import Native
+from specexp.fast.fused import Fused
+from specexp.fast.fused_block import FusedBlock
+from specexp.models.heads import block as blocks
+from specexp.models.heads.block import Block
+from specexp.models.lm import LM
+from specexp.sequences import Sequences
+
+NEAR = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 0.03}  # of their size
+KINDS = {
+    "DFlash": {"draft_vocab": 0},
+    "causal": {"spans": ((0, True),) * 2},
+    "DSpark": {"kind": "dspark", "rank": 4, "from_root": True},
+    "whole vocabulary": {"draft_vocab": V},
+}
+
+
+def made(kind: str, dtype: torch.dtype, device: str = "cpu") -> Block:
+    """A block none of whose norms is of ones, over an embedding and a head of its own."""
+    like = heads("dflash", torch.float32)
+    plain = {"spans": ((0, False),) * 2, "cap": 0.0, "draft_vocab": V - 8}
+    torch.manual_seed(1)
+    block = Block(replace(like.shape, **plain | KINDS[kind]), *copy.deepcopy(like.borrowed))
+    for name, weight in block.named_parameters():
+        if "norm" in name:
+            weight.data += torch.rand_like(weight) / 2
+    if block.shape.draft_vocab == V - 8:
+        block.d2t.fill_(3)
+    block.borrowed = tuple(part.to(device, dtype) for part in block.borrowed)
+    block = block.to(device).eval().requires_grad_(False)
+    for weight in block.parameters():
+        weight.data = weight.data.to(dtype)
+    return block
+
+
+def passed(block: Block, net, vocab: int = V) -> tuple[torch.Tensor, torch.Tensor]:
+    """States and logits of a block after each row of a ragged batch."""
+    lm = LM(block, "it", vocab, net)
+    seqs = Sequences.of(PROMPTS, 4, slack=6, device=lm.device)
+    B, S = seqs.tokens.shape
+    lm.allocate(B, S)
+    noise = torch.Generator().manual_seed(2)
+    features = torch.randn(B, 9, 32, generator=noise).to(lm.device, lm.dtype)
+    at = torch.arange(9, device=lm.device).expand(B, -1)
+    lm.feed(seqs, at, at, at, None, last=0, features=features)
+    slots = seqs.places(torch.arange(6, device=lm.device)[None])
+    tokens = torch.where(slots == slots[:, :1], seqs.root, block.shape.mask)
+    seen = lm.feed(seqs, tokens, slots, slots, None, (0,), last=5)
+    known = seen.logits[..., 3 : V - 5]
+    return seen.hidden, known
+
+
+def off(kind: str, dtype: torch.dtype, device: str = "cpu") -> float:
+    """By how much they differ from those of the module in float64, of their size."""
+    block = made(kind, dtype, device)
+    ours = passed(block, blocks.network(block, "it", V))
+    exact = made(kind, dtype, device).to(torch.float64)
+    for weight in (*exact.parameters(), *(part.weight for part in exact.borrowed)):
+        weight.data = weight.data.to(torch.float64)
+    pairs = zip(ours, passed(exact, exact), strict=True)
+    apart = [(a.double() - b).norm() / b.norm() for a, b in pairs]
+    return float(torch.stack(apart).max())  # NaN if either is
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """No pass is compiled."""
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)  # norms of transformers are float32's
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_block_matches_the_module(plain, kind, dtype, device):
+    assert isinstance(blocks.network(made(kind, dtype, device), "it", V).net, Fused)
+    other_sums = device == "cuda" and dtype == torch.float32
+    assert off(kind, dtype, device) < (1e-5 if other_sums else NEAR[dtype])
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_block_matches_the_module(kind, dtype):
+    assert isinstance(blocks.network(made(kind, dtype), "it", V).net, Native)
+    assert off(kind, dtype) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_outside_the_vocabulary_are_left_out(kind):
+    block = made(kind, torch.float32)
+    ours, exact = (passed(block, net, V - 8) for net in (blocks.network(block, "it", V - 8), block))
+    assert ours[1].shape == exact[1].shape
+    assert torch.allclose(ours[1], exact[1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"spans": ((6, False),) * 2}, "have windows"),
+        ({"cap": 30.0}, "it scales embeddings or logits"),
+    ],
+)
+def test_block_that_cannot_be_fused_is_run_as_it_is_and_logged(changes, said, caplog):
+    block = made("DFlash", torch.float32)
+    block.shape = replace(block.shape, **changes)
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert blocks.network(block, "mine", V) is block
+    [line] = [r.getMessage() for r in caplog.records]
+    assert line.startswith("mine: run by transformers, not fused, because ")
+    assert said in line
+
+
+def test_block_that_differs_is_run_as_it_is(caplog):
+    block = made("DFlash", torch.float32)
+    block.layers[0].mlp.act_fn = torch.nn.GELU()
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert not isinstance(blocks.network(block, "mine", V), FusedBlock)
+    assert "differ by" in caplog.text
