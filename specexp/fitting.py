@@ -19,6 +19,7 @@ LEAST = 2.0**-126  # the least temperature; float32 rounds smaller ones to 0
 RULES = ("match", "reject", "block", "typical")
 WEIGHING = ("reject", "block", "lenient")  # kinds that judge a draft token by its q
 CHAINS_ONLY = ("block",)
+DEFAULTS = {"ngram": 3, "recycle": 8, "suffix": 16}  # the numbers of drafters that are given none
 NUMBERED = {"typical": "epsilon", "lenient": "lenience"}  # rules that take a number
 
 
@@ -54,7 +55,7 @@ class Limits:
 def limits_of(method: str, argument: str, layers: int) -> Limits | None:
     """The limits of a drafter that ships with specexp, except those that its heads set. None if the
     drafter itself must be asked, or refuses the argument. layers: of the target."""
-    numbered = {"early_exit": max(1, layers // 4), "ngram": 3, "recycle": 8, "suffix": 16}
+    numbered = DEFAULTS | {"early_exit": max(1, layers // 4)}
     if method in ("model", "eagle", "medusa"):
         return Limits(draws=True)
     if method == "plain":

@@ -10,11 +10,11 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+from specexp import fitting
 from specexp.decision.recommend import Plan
 from specexp.errors import UserError, counted
 from specexp.zoo import naming
 
-NGRAM = 3  # tokens of the longest match, unless `ngram:N` names another
 NOT_THERE = "has no such drafter"
 
 
@@ -92,19 +92,19 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
     names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN",
-             "dflash": "DFLASH"}  # fmt: skip
-    draft = next(iter(schedule.values()))
-    path = f"--speculative-draft-model-path {shlex.quote(argument)} " * bool(argument)
-    length = (
-        f"--speculative-num-steps {draft} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {draft + 1}"
-    )
+             "dflash": "DFLASH", "dspark": "DSPARK"}  # fmt: skip
+    draft, path = next(iter(schedule.values())), shlex.quote(argument)
+    options = [f"--speculative-algorithm {names.get(method) or _no()}"]
+    options += [f"--speculative-draft-model-path {path}"] * bool(argument)
+    note = f"# for at most {counted(max(schedule), 'request')} at once, always on"
     if method == "dflash":
-        length = f"--speculative-dflash-block-size {draft + 1}"
-    return (
-        f"--speculative-algorithm {names.get(method) or _no()} {path}{length}"
-        f"  # for at most {counted(max(schedule), 'request')} at once, always on"
-    )
+        options.append(f"--speculative-dflash-block-size {draft + 1}")
+    elif method == "dspark":
+        note += ", with the draft length of the checkpoint"
+    else:
+        options.append(f"--speculative-num-steps {draft} --speculative-eagle-topk 1")
+        options.append(f"--speculative-num-draft-tokens {draft + 1}")
+    return f"{' '.join(options)}  {note}"
 
 
 def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
@@ -159,7 +159,7 @@ def _transformers(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 def _match(argument: str) -> int:
     """The longest match of `ngram:N`; of another method's argument nothing is meant by it."""
-    return int(argument) if argument.isdigit() else NGRAM
+    return int(argument) if argument.isdigit() else fitting.DEFAULTS["ngram"]
 
 
 def _no() -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specexp import objects
 from specexp.errors import UserError, warn_once
-from specexp.fitting import Limits
+from specexp.fitting import DEFAULTS, Limits
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
@@ -146,8 +146,10 @@ class Request:
     folder: str = ""
     own: Any = None
 
-    def integer(self, default: int) -> int:
-        """The argument, or `default` if there is none. Raises UserError unless it is 1 or more."""
+    def integer(self, default: int = 0) -> int:
+        """The argument, or `default`, or that of `fitting.DEFAULTS`, if there is none. Raises
+        UserError unless it is 1 or more."""
+        default = default or DEFAULTS[self.method]
         try:
             value = int(self.argument or default)
         except ValueError:

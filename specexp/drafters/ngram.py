@@ -77,5 +77,5 @@ def first_leaf(tree: Tree, device: torch.device) -> tuple[int, Tensor]:
 
 def prepare(request: Request) -> Prepared:
     """`ngram:3`: match up to three tokens."""
-    n = request.integer(default=3)
+    n = request.integer()
     return Prepared(lambda target: NGram(n, target.vocab))

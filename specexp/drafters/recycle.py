@@ -93,5 +93,5 @@ class Recycle(Drafter):
 
 def prepare(request: Request) -> Prepared:
     """`recycle:8`: keep eight candidates per token; no node may have more children."""
-    k = request.integer(default=8)
+    k = request.integer()
     return Prepared(lambda target: Recycle(target, k), widest=k)

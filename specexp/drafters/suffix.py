@@ -65,5 +65,5 @@ class Suffix(Drafter):
 
 def prepare(request: Request) -> Prepared:
     """`suffix:16`: match up to sixteen tokens."""
-    longest = request.integer(default=16)
+    longest = request.integer()
     return Prepared(lambda target: Suffix(target.vocab, longest))

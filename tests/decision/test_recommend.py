@@ -8,7 +8,9 @@ import shlex
 import shutil
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp import figures
@@ -289,6 +291,22 @@ def test_a_targets_own_layer_needs_no_other_model():
     assert yaml.safe_load(written["TensorRT-LLM"])["speculative_config"]["decoding_type"] == "MTP"
     assert written["llama.cpp"].startswith("--spec-type draft-mtp --spec-draft-n-max 4")
     assert "use_mtp=True" in written["transformers"]
+
+
+@pytest.mark.parametrize(("kind", "called"), [("dflash", "DFlash"), ("dspark", "DSpark")])
+def test_a_block_drafter_is_called_by_its_kind(tmp_path, kind, called):
+    heads = ["fc", "hidden_norm", *["markov_head.markov_w1"] * (kind == "dspark")]
+    save_file({f"{name}.weight": torch.zeros(1) for name in heads}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    written = engines.options(plan(f"dflash:{tmp_path}"), "target-10m")
+    own = json.loads(shlex.split(written["vLLM"])[1])
+    assert (own["method"], own["model"]) == (kind, str(tmp_path))
+    own = yaml.safe_load(written["TensorRT-LLM"])["speculative_config"]
+    assert (own["decoding_type"], own["speculative_model"]) == (called, str(tmp_path))
+    assert written["llama.cpp"].startswith(f"--spec-type draft-{kind} --spec-draft-n-max 4")
+    words = shlex.split(written["SGLang"], comments=True)
+    assert words[1::2] == [kind.upper(), str(tmp_path), *["5"] * (kind == "dflash")]
+    assert written["transformers"] == engines.NOT_THERE
 
 
 def test_a_draft_model_that_drafts_in_parallel_is_called_so(tmp_path):

@@ -404,6 +404,8 @@ def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, in
     K, group = dice.choice([(1, 4), (2, 2), (2, 1)])
     first, B, n = dice.randint(0, 1), dice.randint(1, 2), dice.choice([1, 2, 5])
     S, window = dice.choice([12, 40, 150]), dice.choice([0, 0, 3, 9])
+    if block := dice.random() < 0.2:  # all see each other, and are more than a program takes
+        n, S, window = 20, 150, 0
     cache = SlotCache([Layer(window=window)], first + B, S + 3)
     if window and dice.often():  # a ring, of as few places as a pass may need
         size = min(S + 3, window + n)
@@ -412,10 +414,12 @@ def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, in
     slots = dice.whole(0, S - 2 * n, B, 1) + torch.arange(n, device=dice.device)
     cache.aim(slice(first, first + B), slots, S)
     visible, positions = None, slots
-    if dice.often():
+    if block or dice.often():
         b, M = dice.choice([1, B]), n + dice.randint(0, 2)
         own = torch.eye(n, M, dtype=torch.bool, device=dice.device)
-        visible = Branches(slots[:, :1], (dice.uniform_(b, n, M) < 0.5).tril(-1) | own)
+        above = (dice.uniform_(b, n, M) < 0.5).tril(-1) | own
+        every = torch.arange(M, device=dice.device).expand(b, n, M) < n
+        visible = Branches(slots[:, :1], every if block else above)
         positions = slots[:, :1] + visible.ancestors.sum(-1) - 1
     norms = None
     if dice.often():

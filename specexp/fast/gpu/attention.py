@@ -126,7 +126,9 @@ def attention_kernel(
     here = real[:, None] & (d < D)[None, :]
     x = tl.load(q + row * q_b + (at * q_h + token * q_n)[:, None] + d[None, :], here, other=0.0)
 
-    length = tl.max(own, 0) + 1  # no query sees a later slot
+    length = tl.max(own, 0) + 1  # no query of a chain sees a later slot
+    if TREE:  # and the last of a pass is the furthest
+        length = tl.load(slots + row * slots_b + (n - 1) * slots_n).to(tl.int32) + 1
     least, first = own, length * 0  # where each query's window begins, and the first of these
     if WINDOW:
         at_position = positions + row * pos_b + token * pos_n
