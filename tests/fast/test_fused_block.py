@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import on_every_device
+from support.fusing import NEAR, furthest, in_float64, of_its_own, uncompiled
 from support.tiny import PROMPTS, V, heads
 
-from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused
 from specexp.fast.fused_block import FusedBlock
@@ -18,7 +18,6 @@ from specexp.models.heads.block import Block
 from specexp.models.lm import LM
 from specexp.sequences import Sequences
 
-NEAR = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 0.03}  # of their size
 KINDS = {
     "DFlash": {"draft_vocab": 0},
     "causal": {"spans": ((0, True),) * 2},
@@ -28,21 +27,12 @@ KINDS = {
 
 
 def made(kind: str, dtype: torch.dtype, device: str = "cpu") -> Block:
-    """A block none of whose norms is of ones, over an embedding and a head of its own."""
     like = heads("dflash", torch.float32)
-    plain = {"spans": ((0, False),) * 2, "cap": 0.0, "draft_vocab": V - 8}
-    torch.manual_seed(1)
+    plain = {"spans": ((0, False),) * 2, "draft_vocab": V - 8}
     block = Block(replace(like.shape, **plain | KINDS[kind]), *copy.deepcopy(like.borrowed))
-    for name, weight in block.named_parameters():
-        if "norm" in name:
-            weight.data += torch.rand_like(weight) / 2
     if block.shape.draft_vocab == V - 8:
         block.d2t.fill_(3)
-    block.borrowed = tuple(part.to(device, dtype) for part in block.borrowed)
-    block = block.to(device).eval().requires_grad_(False)
-    for weight in block.parameters():
-        weight.data = weight.data.to(dtype)
-    return block
+    return of_its_own(block, dtype, device)
 
 
 def passed(block: Block, net, vocab: int = V) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,20 +55,13 @@ def passed(block: Block, net, vocab: int = V) -> tuple[torch.Tensor, torch.Tenso
 def off(kind: str, dtype: torch.dtype, device: str = "cpu") -> float:
     """By how much they differ from those of the module in float64, of their size."""
     block = made(kind, dtype, device)
-    ours = passed(block, blocks.network(block, "it", V))
-    exact = made(kind, dtype, device).to(torch.float64)
-    for weight in (*exact.parameters(), *(part.weight for part in exact.borrowed)):
-        weight.data = weight.data.to(torch.float64)
-    pairs = zip(ours, passed(exact, exact), strict=True)
-    apart = [(a.double() - b).norm() / b.norm() for a, b in pairs]
-    return float(torch.stack(apart).max())  # NaN if either is
+    exact = in_float64(made(kind, dtype, device))
+    return furthest(passed(block, blocks.network(block, "it", V)), passed(exact, exact))
 
 
 @pytest.fixture
 def plain(monkeypatch):
-    """No pass is compiled."""
-    monkeypatch.setenv("SPECEXP_NATIVE", "off")
-    monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)  # norms of transformers are float32's
+    uncompiled(monkeypatch)
 
 
 @on_every_device

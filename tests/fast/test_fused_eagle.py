@@ -6,10 +6,10 @@ import logging
 import pytest
 import torch
 from conftest import on_every_device
+from support.fusing import NEAR, furthest, in_float64, of_its_own, uncompiled
 from support.norms import DEFAULTS, with_norms
 from support.tiny import PROMPTS, V, heads
 
-from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused
 from specexp.fast.fused_eagle import FusedEagle
@@ -27,21 +27,10 @@ KINDS = {
     **{norm: lambda norm=norm: with_norms(norm) for norm in (*DEFAULTS, "fc_norm")},
 }
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))
-NEAR = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 0.03}  # of their size
 
 
 def made(kind: str, dtype: torch.dtype, device: str = "cpu") -> Eagle:
-    """A layer none of whose norms is of ones, over an embedding and a head of its own."""
-    eagle = copy.deepcopy(KINDS[kind]())
-    torch.manual_seed(1)
-    for name, weight in eagle.named_parameters():
-        if "norm" in name:
-            weight.data += torch.rand_like(weight) / 2
-    eagle.borrowed = tuple(part.to(device, dtype) for part in eagle.borrowed)
-    eagle = eagle.to(device)
-    for weight in eagle.parameters():
-        weight.data = weight.data.to(dtype)
-    return eagle
+    return of_its_own(copy.deepcopy(KINDS[kind]()), dtype, device)
 
 
 def passed(eagle: Eagle, net) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,12 +61,7 @@ def off(kind: str, dtype: torch.dtype, device: str = "cpu") -> float:
     """By how much they differ from those of the layer as it is in float64, of their size."""
     eagle = made(kind, dtype, device)
     ours = passed(eagle, layers.network(eagle, "it", V))
-    exact = made(kind, dtype, device).to(torch.float64)
-    for weight in (*exact.parameters(), *(part.weight for part in exact.borrowed)):
-        weight.data = weight.data.to(torch.float64)
-    pairs = zip(ours, passed(exact, None), strict=True)
-    apart = [(a.double() - b).norm() / b.norm() for a, b in pairs]
-    return float(torch.stack(apart).max())  # NaN if either is
+    return furthest(ours, passed(in_float64(made(kind, dtype, device)), None))
 
 
 def tells_apart(eagle: Eagle) -> bool:
@@ -104,9 +88,7 @@ def tells_apart(eagle: Eagle) -> bool:
 
 @pytest.fixture
 def plain(monkeypatch):
-    """No pass is compiled."""
-    monkeypatch.setenv("SPECEXP_NATIVE", "off")
-    monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)  # norms of transformers are float32's
+    uncompiled(monkeypatch)
 
 
 @on_every_device

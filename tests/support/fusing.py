@@ -1,0 +1,41 @@
+"""What tests of the fused passes of heads share: heads unlike those they began as, and how far the
+passes of two of them are apart."""
+
+import torch
+from torch import Tensor, nn
+
+from specexp.fast import fused
+
+NEAR = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 0.03}  # of their size
+
+
+def of_its_own(net: nn.Module, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+    """Heads none of whose norms is of ones, over an embedding and a head of their own."""
+    torch.manual_seed(1)
+    for name, weight in net.named_parameters():
+        if "norm" in name:
+            weight.data += torch.rand_like(weight) / 2
+    net.borrowed = tuple(part.to(device, dtype) for part in net.borrowed)
+    net = net.to(device).eval().requires_grad_(False)
+    for weight in net.parameters():  # rotary frequencies are buffers and stay float32
+        weight.data = weight.data.to(dtype)
+    return net
+
+
+def in_float64(net: nn.Module) -> nn.Module:
+    """The same heads, of which the buffers are in float64, too."""
+    net = net.to(torch.float64)
+    for weight in (*net.parameters(), *(part.weight for part in net.borrowed)):
+        weight.data = weight.data.to(torch.float64)
+    return net
+
+
+def furthest(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
+    """The largest difference, of its size; NaN if there is any."""
+    pairs = zip(ours, exact, strict=True)
+    return float(torch.stack([(a.double() - b).norm() / b.norm() for a, b in pairs]).max())
+
+
+def uncompiled(monkeypatch) -> None:
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    monkeypatch.setitem(fused.ROUNDING, torch.float64, 1e-5)  # norms of transformers are float32's
