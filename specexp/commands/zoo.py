@@ -66,7 +66,7 @@ def train(
     out: Path | None = opt.own(
         "Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
     ),
-    heads: str | None = opt.own("Train heads for --target instead: medusa, eagle, eagle3 or dflash."),
+    heads: str | None = opt.own("Train heads for --target instead: medusa, eagle, eagle3, dflash."),
     draft: bool = opt.own("Train a draft model from --target's layers instead.", False, "--draft"),
     target: str | None = opt.own(
         "Target of --heads or --draft: zoo name, folder, hub id [target-10m]."

@@ -71,6 +71,7 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "model": {"method": "draft_model", "model": argument},
         "parallel": {"method": "draft_model", "model": argument, "parallel_drafting": True},
         "eagle3": {"method": "eagle3", "model": argument},
+        "peagle": {"method": "eagle3", "model": argument, "parallel_drafting": True},
         "eagle": {"method": "eagle", "model": argument},
         "dflash": {"method": "dflash", "model": argument},
         "dspark": {"method": "dspark", "model": argument},

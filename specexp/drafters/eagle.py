@@ -1,11 +1,13 @@
-"""Draft with one extra layer on the target's hidden states (EAGLE-1, EAGLE-2 and EAGLE-3).
+"""Draft with a layer or a few on the target's hidden states (EAGLE-1, 2 and 3, and P-EAGLE).
 
 (Li et al. 2024, EAGLE; 2024, EAGLE-2, whose trees are `Tree.grown`; 2025, EAGLE-3.) The layer's
 input is a pair: the feature of position t and the token of position t + 1. Pair t is in slot t of
 the layer's cache, so the root's pair is in slot length-2. Features computed from the target's
 states are kept per slot. A round first feeds the pairs of the last committed tokens, overwriting
 the entries that drafting left there: as many pairs as the deepest draft so far can have accepted.
-From then on the layer continues with its own features.
+From then on the layer continues with its own features. P-EAGLE's layers do not: what they read in
+their place was learned, and so was the token that stands for one not known yet, so that one pass
+drafts all levels (Amazon 2026, P-EAGLE).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.growth import Level, grow
 from specexp.models.heads.eagle import Eagle, network
-from specexp.models.heads.layouts import read, states_read
+from specexp.models.heads.layouts import EAGLE3, read, states_read
 from specexp.models.heads.weights import check, load
 from specexp.models.lm import LM, PREFILL, Forward
 from specexp.sampling import Rng, Sampling
@@ -60,15 +62,23 @@ class EagleLayer(Drafter):
         for first in range(0, count, PREFILL):
             self._feed(seqs, count - first, min(PREFILL, count - first))
 
-    def _feed(self, seqs: Sequences, back: int, count: int) -> Forward:
-        """Feed `count` pairs per row, starting `back` before the root's; logits after the last."""
+    def _feed(self, seqs: Sequences, back: int, count: int, last: int = 1) -> Forward:
+        """Feed `count` pairs per row, starting `back` before the root's; logits after the last
+        `last`."""
         from_root = torch.arange(-1 - back, count - 1 - back, device=seqs.tokens.device)[None]
         slots = seqs.places(from_root)
+        tokens, features = self._pairs(seqs, from_root, slots)
+        return self.lm.feed(
+            seqs, tokens, slots, slots, None, taps=(0,), last=last, features=features
+        )
+
+    def _pairs(self, seqs: Sequences, from_root: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens [B, n] and features [B, n, E] of the pairs in slots [B, n], `from_root` [1, n]
+        slots from the root's."""
         # the minimum is for a one-token row, which has no pair
         following = torch.minimum(slots + 1, seqs.length[:, None] - 1)
         tokens = seqs.drafting(seqs.read(following), 0)
-        features = torch.take_along_dim(self.features[seqs.rows], slots[..., None], 1)
-        return self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=1, features=features)
+        return tokens, torch.take_along_dim(self.features[seqs.rows], slots[..., None], 1)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         self.deepest = max(self.deepest, tree.depth)
@@ -96,11 +106,47 @@ class EagleLayer(Drafter):
         self.features[seqs.rows].scatter_(1, at, features)
 
 
+class ParallelEagle(EagleLayer):
+    """Drafts all levels in one pass; what is drafted does not depend on the levels above."""
+
+    def __init__(self, net: Eagle, target: LM, sampling: Sampling) -> None:
+        super().__init__(net, target, sampling)
+        with torch.inference_mode():
+            self.unknown = net.fuse(net.mask_hidden)  # [1, 1, E]
+
+    def _pairs(self, seqs: Sequences, from_root: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, features = super()._pairs(seqs, from_root, slots)
+        unknown = from_root >= 0
+        tokens = torch.where(unknown, self.net.shape.mask, tokens)
+        return tokens, torch.where(unknown[..., None], self.unknown, features)
+
+    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        self.deepest = max(self.deepest, tree.depth)
+        self.shaped_by = (self.deepest,)
+        ahead: list[Tensor] = []  # logits [B, depth, V]
+
+        def step(level: Level) -> Tensor:
+            if level.depth == 0:
+                pairs = self.deepest + tree.depth
+                ahead.append(self._feed(seqs, self.deepest, pairs, tree.depth).logits)
+            at = ahead[0][:, level.depth, None]
+            return at.expand(-1, level.tokens.shape[1], -1)
+
+        return grow(seqs, tree, step, self.sampling, rng)
+
+
+def of_layers(net: Eagle, target: LM, sampling: Sampling) -> EagleLayer:
+    """The drafter that these layers are."""
+    parallel = net.shape.kind == "peagle"
+    return (ParallelEagle if parallel else EagleLayer)(net, target, sampling)
+
+
 def prepare(request: Request) -> Prepared:
-    """`eagle:NAME`: a folder or hub id of EAGLE-1, 2 or 3 weights; without a name, the zoo's."""
+    """`eagle:NAME`: a folder or hub id of EAGLE-1, 2, 3 or P-EAGLE weights; without a name, the
+    zoo's."""
     head = read(request.source(request.method, request.argument))
-    check(head, request.config, request.target, "eagle", "eagle3")
+    check(head, request.config, request.target, "eagle", *EAGLE3)
     return Prepared(
-        lambda target: EagleLayer(load(head, target.module), target, request.sampling),
+        lambda target: of_layers(load(head, target.module), target, request.sampling),
         draws=True, taps=len(states_read(head, request.config.num_hidden_layers)),
     )  # fmt: skip

@@ -23,14 +23,14 @@ from specexp.tree import Branches
 
 class FusedEagle:
     """An `lm.Network` in which `net` runs the layer of `eagle`. Any tap that is asked for gives
-    the layer's new features. `tap`: the number by which `net` knows them: 1 after the last norm,
-    -1 before it."""
+    the layer's new features. `tap`: the number by which `net` knows them: that of the
+    layers after the last norm, -1 before it."""
 
     parts = ()
 
     def __init__(self, eagle: Eagle, net: Fused | Native) -> None:
         self.eagle, self.net, self.by_length_up_to = eagle, net, net.by_length_up_to
-        self.tap = 1 if "norm_output" in eagle.shape.norms else -1
+        self.tap = eagle.config.num_hidden_layers if "norm_output" in eagle.shape.norms else -1
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
@@ -61,19 +61,20 @@ def network(eagle: nn.Module, name: str, vocab: int) -> Network:
 def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
         return None, "the head it borrows has a bias"
+    layers = eagle.config.num_hidden_layers
     tokens = fused.probe(eagle)
     features = torch.linspace(
         -1, 1, tokens.shape[1] * eagle.config.hidden_size, device=eagle.device
     )
     features = features.view(*tokens.shape, -1).to(eagle.dtype).sin()
-    at, cache = fused.whole_sequence(1, tokens)
+    at, cache = fused.whole_sequence(layers, tokens)
     try:
         net = _eagle3(eagle, vocab) if eagle.shape.fused else _eagle1(eagle, vocab)
         reference = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
     except Exception as e:
         return None, fused.failure(e)
     nets = (FusedEagle(eagle, each) for each in fused.implementations(net))
-    return fused.fastest_agreeing(nets, 1, tokens, reference, features=features)
+    return fused.fastest_agreeing(nets, layers, tokens, reference, features=features)
 
 
 def _eagle1(eagle: Eagle, vocab: int) -> Fused:
@@ -86,7 +87,7 @@ def _eagle3(eagle: Eagle, vocab: int) -> Fused:
     layer = eagle.midlayer
     head, ids = fused.inside(eagle.lm_head.weight, eagle.draft_ids, vocab)
     return Fused(
-        [layer], eagle.rotary, eagle.norm, head, eagle.borrowed[0].weight,
+        [layer, *eagle.deeper], eagle.rotary, eagle.norm, head, eagle.borrowed[0].weight,
         beside=(layer.input_layernorm, layer.hidden_norm),
         adds="norm_before_residual" in eagle.shape.norms,
         ids=ids, vocab=vocab,

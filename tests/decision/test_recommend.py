@@ -309,6 +309,16 @@ def test_a_block_drafter_is_called_by_its_kind(tmp_path, kind, called):
     assert written["transformers"] == engines.NOT_THERE
 
 
+def test_layers_that_draft_in_parallel_are_called_so(tmp_path):
+    names = ["fc.weight", "layers.0.hidden_norm.weight", "mask_hidden"]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    written = engines.options(plan(f"eagle:{tmp_path}"), "target-10m")
+    own = json.loads(shlex.split(written["vLLM"])[1])
+    assert (own["method"], own["parallel_drafting"]) == ("eagle3", True)
+    assert written["SGLang"] == written["TensorRT-LLM"] == engines.NOT_THERE
+
+
 def test_a_draft_model_that_drafts_in_parallel_is_called_so(tmp_path):
     folder = tmp_path / "draft"
     shutil.copytree(shelf.find("sibling-1m"), folder)

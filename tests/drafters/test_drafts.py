@@ -16,6 +16,7 @@ from support.definitions import (
     medusa_says,
     mtp_says,
     parallel_says,
+    peagle_says,
 )
 from support.tiny import PROMPTS, Alphabet, V, engine, heads, module
 from tokenizers.processors import TemplateProcessing
@@ -37,15 +38,15 @@ from specexp.tree import Tree
 KINDS = ["medusa", "eagle", "eagle3"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "mtp", *BLOCKS, "parallel"])
+@pytest.mark.parametrize("kind", [*KINDS, "peagle", "mtp", *BLOCKS, "parallel"])
 def test_draft_tokens_match_the_definition_every_round(kind):
     """Ragged rows, accepted runs of every length; some draft tokens are accepted by luck alone, so
     the text is steered: what the drafter proposes is accepted as often as the toss of a coin
     says."""
     made = engine(kind, Tree.chain(3), "match", temperature=3.0, seed=2)
     made.drafter.sampling = Sampling()
-    definitions = {"medusa": medusa_says, "mtp": mtp_says, "parallel": parallel_says}
-    definitions |= dict.fromkeys(BLOCKS, block_says)
+    definitions = {"medusa": medusa_says, "peagle": peagle_says, "mtp": mtp_says}
+    definitions |= {"parallel": parallel_says} | dict.fromkeys(BLOCKS, block_says)
     says = definitions.get(kind, eagle_says)
     nets = {"medusa": "heads", "parallel": "lm"}
     net = getattr(made.drafter, nets.get(kind, "net"))

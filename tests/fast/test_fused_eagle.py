@@ -24,6 +24,7 @@ from specexp.tree import Branches, Tree
 KINDS = {
     "eagle": lambda: heads("eagle", torch.float32),
     "eagle3": lambda: with_norms(),
+    "peagle": lambda: heads("peagle", torch.float32),
     **{norm: lambda norm=norm: with_norms(norm) for norm in (*DEFAULTS, "fc_norm")},
 }
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))

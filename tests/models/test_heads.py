@@ -14,7 +14,7 @@ from support.definitions import causal
 from support.norms import DEFAULTS, with_norms
 from support.tiny import PROMPTS, V, engine, heads, module
 
-from specexp.drafters.eagle import EagleLayer
+from specexp.drafters.eagle import of_layers
 from specexp.drafters.medusa import MedusaHeads
 from specexp.engine import Engine
 from specexp.errors import UserError
@@ -87,6 +87,17 @@ def published(layout: str):
     if layout == "eagle-3":
         config = LAYER | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_V}
         return config, eagle3_tensors("midlayer")
+    if layout == "P-EAGLE":
+        deeper = layer("layers.1", E) | {"layers.1.input_layernorm.weight": (E,)}
+        held = eagle3_tensors("layers.0") | tensors(**deeper)
+        held |= tensors(mask_hidden=(1, 1, 3 * E), embed_tokens__weight=(V, E))
+        config = {
+            "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle",
+            "draft_vocab_size": DRAFT_V, "mask_token_id": 7,
+            "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+            "transformer_layer_config": LAYER | {"num_hidden_layers": 2},
+        }  # fmt: skip
+        return config, held
     config = {
         "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
         "speculators_version": "0.3.0", "draft_vocab_size": DRAFT_V,
@@ -99,7 +110,7 @@ def published(layout: str):
 
 LAYOUTS = [
     "medusa", "medusa, prefixed", "eagle-1", "eagle-1 with bias", "eagle-3", "speculators",
-    "speculators, today's",
+    "speculators, today's", "P-EAGLE",
 ]  # fmt: skip
 FILES = {
     "safetensors": "model.safetensors",
@@ -124,21 +135,23 @@ def put(folder, config, held, file="model.safetensors"):
 def test_published_heads_load_bit_for_bit_and_generate(tmp_path, layout, file):
     config, held = published(layout)
     head = layouts.read(put(tmp_path / "head", config, held, file))
-    kind = layout.split(",")[0].split(" ")[0].replace("-", "").replace("eagle1", "eagle")
+    kind = layout.split(",")[0].split(" ")[0].replace("-", "").replace("eagle1", "eagle").lower()
     assert head.kind == {"speculators": "eagle3"}.get(kind, kind)
     target = module("llama", torch.float64)
     check(head, target.config, "target", head.kind)
     made = load(head, target)
     given = {name.removeprefix("medusa_head.").replace("layers.0.", "midlayer.")
-             if head.kind == "eagle3" else name.removeprefix("medusa_head."): t
+             if head.kind in layouts.EAGLE3 else name.removeprefix("medusa_head."): t
              for name, t in held.items()}  # fmt: skip
     for name, tensor in made.state_dict().items():
         assert torch.equal(tensor, given[name].to(tensor.dtype)), name
-    if "eagle-1" in layout:
+    if head.kind == "peagle":
+        assert (made.shape.mask, len(made.deeper)) == (7, 1)
+    if "eagle-1" in layout or head.kind == "peagle":
         assert torch.equal(made.borrowed[0].weight, given["embed_tokens.weight"].double())
     law = Sampling()
     lm = of_module(target, "target")
-    drafter = (MedusaHeads if head.kind == "medusa" else EagleLayer)(made, lm, law)
+    drafter = (MedusaHeads if head.kind == "medusa" else of_layers)(made, lm, law)
     pairing = Engine.of(engine("null", Tree.chain(3)), target=lm, drafter=drafter)
     assert pairing.generate(PROMPTS, 12).tokens == engine("null").generate(PROMPTS, 12).tokens
 
@@ -381,6 +394,12 @@ BAD = {
     "a norm that nothing names": (
         bad("speculators", shapes={"fc_norm.0.weight": (E,)}), ("eagle3",),
         "has unknown fc_norm.0.weight",
+    ),
+    "no mask": (bad("P-EAGLE", config={"mask_token_id": None}), ("peagle",), "give mask_token_id"),
+    "mask": (bad("P-EAGLE", config={"mask_token_id": V}), ("peagle",), f"mask {V}, and target emb"),
+    "a layer too many": (
+        bad("P-EAGLE", config={"transformer_layer_config": LAYER}), ("peagle",),
+        "has unknown layers.1.",
     ),
     "taps that are words": (
         bad("eagle-3", config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["low"]}}),

@@ -44,6 +44,19 @@ def eagle_says(net, text: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
+def peagle_says(net, text: list[int], count: int) -> list[int]:
+    """By one pass of the layers over the pairs of the text and `count` - 1 of masks."""
+    unknown = net.mask_hidden[0].expand(count - 1, -1)
+    features = net.fuse(torch.cat([states(text, net.shape.taps), unknown]))
+    tokens = torch.tensor([*text[1:], *[net.shape.mask] * (count - 1)])
+    n = len(tokens)
+    made = net.features(
+        tokens[None], features[None], torch.arange(n)[None], attention_mask=causal(n)
+    )
+    return net.draft_ids[net.draft_logits(made[0, -count:]).argmax(-1)].tolist()
+
+
+@torch.no_grad()
 def mtp_says(net, text: list[int], count: int) -> list[int]:
     """By transformers' own layer, over the whole chain of pairs again for every draft token."""
     [model] = net.borrowed

@@ -29,7 +29,7 @@ from transformers.modeling_layers import MtpModel
 from specexp.drafters import mtp
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.dflash import BlockDrafter
-from specexp.drafters.eagle import EagleLayer
+from specexp.drafters.eagle import EagleLayer, ParallelEagle
 from specexp.drafters.early_exit import EarlyExit
 from specexp.drafters.medusa import MedusaHeads
 from specexp.drafters.model import DraftModel, ParallelModel
@@ -42,7 +42,7 @@ from specexp.engine import Engine
 from specexp.models import generation
 from specexp.models.heads import block
 from specexp.models.heads.eagle import Eagle, EagleShape, layer_config
-from specexp.models.heads.layouts import BLOCKS
+from specexp.models.heads.layouts import BLOCKS, EAGLE3
 from specexp.models.heads.medusa import Medusa
 from specexp.models.lm import LM
 from specexp.models.load import of_module
@@ -65,7 +65,7 @@ RULES = {"match": Match(), "reject": Reject(), "block": Block()}
 SHAPES = [(r, t) for r in RULES for t in TREES if r != "block" or TREES[t].is_chain]
 DRAFTERS = (
     "null", "ngram", "model", "chosen", "self", "parallel", "early_exit", "medusa", "eagle",
-    "eagle3", "mtp", "dflash", "dspark", "crossed", "planted", "suffix", "recycle",
+    "eagle3", "peagle", "mtp", "dflash", "dspark", "crossed", "planted", "suffix", "recycle",
 )  # fmt: skip
 
 
@@ -145,8 +145,8 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return DraftModel(same, law)
     if kind == "early_exit":
         return EarlyExit(target, 1, law)
-    classes = {"medusa": MedusaHeads, "dflash": BlockDrafter, "dspark": BlockDrafter}
-    if kind in ("medusa", "eagle", "eagle3", "mtp", "dflash", "dspark"):
+    classes = {"medusa": MedusaHeads, "peagle": ParallelEagle} | dict.fromkeys(BLOCKS, BlockDrafter)
+    if kind in ("medusa", "eagle", *EAGLE3, "mtp", *BLOCKS):
         made = heads(kind, target.dtype, target.module)
         return classes.get(kind, EagleLayer)(made, target, law)
     draft = of_module(copy.deepcopy(draft_module(target.dtype)).to(target.device), "draft")
@@ -213,12 +213,14 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
         says.config.num_mtp_layers = 1
         made = mtp.Mtp(MtpModel(mtp.named(says), 1), (2,))
     else:
-        layer = layer_config(HEAD)
-        draft = (V - 8, (1, 2, 2)) if kind == "eagle3" else (V, (2,))
-        shape = EagleShape(kind, layer, *draft)
+        layer = layer_config(HEAD, 1 + (kind == "peagle"))
+        draft = (V - 8, (1, 2, 2)) if kind in EAGLE3 else (V, (2,))
+        shape = EagleShape(kind, layer, *draft, mask=V - 1)
         made = Eagle(shape, target.get_input_embeddings(), target.get_output_embeddings())
-        if kind == "eagle3":
-            made.d2t.fill_(3)
+        if kind in EAGLE3:
+            made.d2t.fill_(5 if kind == "peagle" else 3)
+        if kind == "peagle":
+            torch.nn.init.normal_(made.mask_hidden)
     return made.to(target.device, dtype).eval().requires_grad_(False)
 
 

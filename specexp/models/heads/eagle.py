@@ -1,4 +1,4 @@
-"""The layer of EAGLE-1, 2 and 3."""
+"""The layer of EAGLE-1, 2 and 3, and the layers of P-EAGLE."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from specexp.models.lm import Network, Unfused, among_all, product
+from specexp.models.servable import cache_name
 from specexp.ops import op
 
 
 @dataclass(frozen=True)
 class EagleShape:
-    """kind: `eagle` (EAGLE-1 and 2: reads the target's last state, uses its LM head) or `eagle3`
-    (fuses the states `taps`, has an LM head of `draft_vocab` tokens).
+    """kind: `eagle` (EAGLE-1 and 2: reads the target's last state, uses its LM head), `eagle3`
+    (fuses the states `taps`, has an LM head of `draft_vocab` tokens) or `peagle` (drafts in
+    parallel; may have more layers).
 
-    `layer`: the config of its one layer (`layer_config`).
+    `layer`: the config of its layers (`layer_config`). `mask`: of P-EAGLE, the token that stands
+    for one not known yet.
 
     `norms`: EAGLE-3's optional norms, by their names in the `speculators` format:
     `norm_before_residual` (the residual starts from the normed feature), `norm_before_fc` (the
@@ -30,10 +33,11 @@ class EagleShape:
     taps: tuple[int, ...]
     fc_bias: bool = False
     norms: tuple[str, ...] = ()
+    mask: int = 0
 
     @property
     def fused(self) -> bool:
-        return self.kind == "eagle3"
+        return self.kind != "eagle"
 
 
 LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -41,12 +45,12 @@ LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"
          "rope_parameters", "rope_scaling", "rope_theta")  # fmt: skip
 
 
-def layer_config(settings: Mapping[str, Any]) -> Any:
-    """The LlamaConfig of an EAGLE layer by those of these settings that are not None."""
+def layer_config(settings: Mapping[str, Any], layers: int = 1) -> Any:
+    """The LlamaConfig of EAGLE layers by those of these settings that are not None."""
     from transformers import LlamaConfig  # a second of imports, only where a head is built
 
     chosen = {name: settings[name] for name in LAYER if settings.get(name) is not None}
-    return LlamaConfig(**chosen, num_hidden_layers=1, attn_implementation="sdpa")
+    return LlamaConfig(**chosen, num_hidden_layers=layers, attn_implementation="sdpa")
 
 
 class Layer(nn.Module):
@@ -82,9 +86,14 @@ class Eagle(nn.Module):
     `logits_to_keep` positions; tokens outside the draft vocabulary get -inf."""
 
     d2t: Tensor
+    layers: Any  # of EAGLE-1 its only one, of P-EAGLE those after the first
 
     def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+        from transformers.models.llama.modeling_llama import (
+            LlamaDecoderLayer,
+            LlamaRMSNorm,
+            LlamaRotaryEmbedding,
+        )
 
         super().__init__()
         self.shape, self.config = shape, shape.layer
@@ -102,6 +111,13 @@ class Eagle(nn.Module):
             self.norm = LlamaRMSNorm(E, eps)
             self.lm_head = nn.Linear(E, shape.draft_vocab, bias=False)
             self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
+            if shape.kind == "peagle":
+                self.mask_hidden = nn.Parameter(torch.zeros(1, 1, wide))
+            if deeper := range(1, self.config.num_hidden_layers):
+                self.layers = nn.ModuleDict(
+                    {str(i): LlamaDecoderLayer(self.config, i) for i in deeper}
+                )
+                self.kept = cache_name(self.layers["1"])
         else:
             self.fc = nn.Linear(2 * E, E, bias=shape.fc_bias)
             self.layers = nn.ModuleList([Layer(self.config, False)])
@@ -113,6 +129,11 @@ class Eagle(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
+
+    @property
+    def deeper(self) -> list[nn.Module]:
+        """The layers after the first, of P-EAGLE."""
+        return [*self.layers.values()] if self.config.num_hidden_layers > 1 else []
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's states [..., taps*E] as features [..., E], which the first pass reads."""
@@ -140,6 +161,11 @@ class Eagle(nn.Module):
             read = torch.cat([layer.input_layernorm(embedded), normed], -1)
             residual = normed if "norm_before_residual" in norms else features
             output = layer(read, residual, *attention)
+            for deeper in self.deeper:
+                output = deeper(
+                    output, position_embeddings=attention[0], attention_mask=attention_mask,
+                    **{self.kept: cache},
+                )  # fmt: skip
             return self.norm(output) if "norm_output" in norms else output
         mixed = self.fc(torch.cat([embedded, features], -1))
         return self.layers[0](mixed, mixed, *attention)

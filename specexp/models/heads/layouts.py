@@ -1,4 +1,4 @@
-"""The layouts in which heads are published: Medusa, EAGLE, DFlash, DSpark and `speculators`.
+"""The layouts in which heads are published: Medusa, EAGLE, DFlash and `speculators`.
 
 A folder or hub id becomes one description (`Head`) with the tensor names of the published EAGLE-3,
 Medusa and DFlash files. Weights are safetensors, or pickles that hold only tensors
@@ -25,20 +25,20 @@ from specexp.errors import UserError, first_line, refusing, waiting
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, DFlash and DSpark, also in the speculators format"
+LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, P-EAGLE, DFlash and DSpark, also as speculators"
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
 # derived from d2t, the target's, or by what DSpark lets an engine verify less
 _NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_head\..*)$")
 _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
-BLOCKS = ("dflash", "dspark")
+EAGLE3, BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark")
 BLOCK_TAPS = "aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class Head:
-    """Heads on disk. kind: `medusa`, `eagle`, `eagle3` or one of BLOCKS; config as in config.json;
+    """Heads on disk. kind: `medusa`, `eagle` or one of EAGLE3 or BLOCKS; config as in config.json;
     `shapes`: of every tensor, by our names. Weights are read only by `tensors`."""
 
     kind: str
@@ -79,6 +79,16 @@ class Head:
         listed = self._numbers(TAPS, own or nested or [])
         layers = not own and min(listed, default=0) == 1
         return tuple(sorted(t + layers for t in listed))
+
+    @property
+    def mask(self) -> int:
+        """The token that P-EAGLE reads where one is not known yet. Raises UserError if none is
+        named."""
+        named = (self.config.get(n) for n in ("mask_token_id", "pard_token", "ptd_token_id"))
+        mask = next((token for token in named if token is not None), None)
+        if type(mask) is not int:
+            raise UserError(f"{self.source}: config.json must give mask_token_id for P-EAGLE")
+        return mask
 
     @property
     def block_taps(self) -> tuple[int, ...]:
@@ -169,7 +179,7 @@ def states_read(head: Head, layers: int) -> tuple[int, ...]:
     """The hidden states that heads read of a target with so many layers (`Head.taps`)."""
     if head.kind in BLOCKS:
         return head.block_taps
-    return head.taps or default_taps(layers) if head.kind == "eagle3" else (layers,)
+    return head.taps or default_taps(layers) if head.kind in EAGLE3 else (layers,)
 
 
 def _our_name(name: str) -> str | None:
@@ -193,7 +203,7 @@ def _kind(names: dict[str, str]) -> str | None:
     if any(".hidden_norm." in name for name in names):
         for name in [n for n in names if n.startswith("layers.0.")]:
             names[name.replace("layers.0.", "midlayer.")] = names.pop(name)
-        return "eagle3"
+        return "peagle" if "mask_hidden" in names else "eagle3"
     return "eagle" if any(name.startswith("layers.0.") for name in names) else None
 
 

@@ -13,7 +13,7 @@ from specexp.errors import UserError, refusing
 from specexp.models.heads import layouts
 from specexp.models.heads.block import Block, shape_of
 from specexp.models.heads.eagle import Eagle, EagleShape, layer_config
-from specexp.models.heads.layouts import BLOCKS, medusa_size, states_read
+from specexp.models.heads.layouts import BLOCKS, EAGLE3, medusa_size, states_read
 from specexp.models.heads.medusa import Medusa
 
 
@@ -38,7 +38,7 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
             )
     with refusing(f"{subject}; config.json describes no such layer"), torch.device("meta"):
         net = _build(head, config, None)
-    if isinstance(net, Block) and not 0 <= net.shape.mask < config.vocab_size:
+    if not isinstance(net, Medusa) and not 0 <= net.shape.mask < config.vocab_size:
         raise UserError(
             f"{subject} with the mask {net.shape.mask}, and {target} embeds {config.vocab_size} "
             "tokens"
@@ -81,10 +81,13 @@ def _sizes(head: layouts.Head, config: Any) -> Iterator[tuple[str, int, int]]:
 
 def _shape(head: layouts.Head, config: Any) -> EagleShape:
     vocab, taps = head.config["vocab_size"], states_read(head, config.num_hidden_layers)
-    if head.kind == "eagle3":
+    layers, mask = 1, 0
+    if head.kind in EAGLE3:
         vocab = head.config.get("draft_vocab_size") or vocab
-    layer, fc_bias = layer_config(head.config), "fc.bias" in head.shapes
-    return EagleShape(head.kind, layer, vocab, taps, fc_bias, head.norms)
+    if head.kind == "peagle":
+        layers, mask = head.config.get("num_hidden_layers", 1), head.mask
+    layer, fc_bias = layer_config(head.config, layers), "fc.bias" in head.shapes
+    return EagleShape(head.kind, layer, vocab, taps, fc_bias, head.norms, mask)
 
 
 def _build(head: layouts.Head, config: Any, target: Any) -> Medusa | Eagle | Block:
