@@ -1,9 +1,9 @@
 """The network that drafts a whole block in one pass: DFlash, and DSpark, which adds a Markov head.
 
-(Chen et al. 2026, DFlash: Block Diffusion for Flash Speculative Decoding, arXiv 2602.06036; DSpark
-is DeepSeek-AI's.) Its layers are Qwen 3's. What they attend to is not: of the text before the root
-they read keys and values that are computed from the target's hidden states alone (`remember`), and
-in the block, which is the root followed by masks, every token sees every other one.
+(Chen et al. 2026, DFlash, arXiv 2602.06036; of DSpark, the layouts of DeepSeek-AI's checkpoints and
+of the `speculators` package.) Its layers are Qwen 3's. What they attend to is not: of the text
+before the root they read keys and values that are computed from the target's hidden states alone
+(`remember`), and in the block, which is the root followed by masks, every token sees every other.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,7 +115,7 @@ def layers_config(settings: Mapping[str, Any]) -> Any:
 
 
 class Markov(nn.Module):
-    """Adds to a token's logits a bias that depends on the token before it (DSpark, section 3)."""
+    """Adds to a token's logits a bias that depends on the token before it."""
 
     def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int, gated: bool) -> None:
         super().__init__()
