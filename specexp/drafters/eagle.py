@@ -5,9 +5,9 @@ input is a pair: the feature of position t and the token of position t + 1. Pair
 the layer's cache, so the root's pair is in slot length-2. Features computed from the target's
 states are kept per slot. A round first feeds the pairs of the last committed tokens, overwriting
 the entries that drafting left there: as many pairs as the deepest draft so far can have accepted.
-From then on the layer continues with its own features. P-EAGLE's layers do not (in the layout of the
-`speculators` package): the feature and the token that they read in place of those not known yet
-were learned, so that one pass drafts all levels.
+From then on the layer continues with its own features. P-EAGLE's layers do not: the feature and the
+token that they read in place of those not known yet were learned, so that one pass drafts all
+levels (in the layout of the `speculators` package).
 """
 
 from __future__ import annotations
