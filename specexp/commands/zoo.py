@@ -66,7 +66,9 @@ def train(
     out: Path | None = opt.own(
         "Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
     ),
-    heads: str | None = opt.own("Train heads for --target instead: medusa, eagle, eagle3, dflash."),
+    heads: str | None = opt.own(
+        "Train heads for --target instead: medusa, eagle, eagle3, dflash, dspark."
+    ),
     draft: bool = opt.own("Train a draft model from --target's layers instead.", False, "--draft"),
     target: str | None = opt.own(
         "Target of --heads or --draft: zoo name, folder, hub id [target-10m]."
@@ -140,7 +142,7 @@ def _train_heads(
     folder = train_heads(kind, locate(target), out, device=device, quick=quick, text=text,
                          watch=watch)  # fmt: skip
     last = {name: values[max(values)] for name, values in history.items()}
-    method = {"eagle3": "eagle"}.get(kind, kind)
+    method = {"eagle3": "eagle", "dspark": "dflash"}.get(kind, kind)
     path = opt.relative(folder)
     opt.say(f"wrote {path}; use it as --drafter {method}:{path}")
     runs.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)

@@ -1,4 +1,4 @@
-"""Trains Medusa, EAGLE and DFlash heads for a target, on the target's own distribution.
+"""Trains Medusa, EAGLE, DFlash and DSpark heads for a target, on the target's own distribution.
 
 Every batch passes through the target first, without gradients, for its hidden states and its
 distribution p. The heads learn p (soft cross-entropy), not the text. EAGLE is trained on its own
@@ -22,7 +22,7 @@ from specexp import fitting
 from specexp.errors import UserError
 from specexp.models.heads.block import Block, BlockShape, layers_config
 from specexp.models.heads.eagle import LAYER, Eagle, EagleShape, layer_config
-from specexp.models.heads.layouts import default_taps
+from specexp.models.heads.layouts import BLOCKS, default_taps
 from specexp.models.heads.medusa import Medusa
 from specexp.models.heads.weights import save
 from specexp.models.load import load, read_tokenizer
@@ -40,8 +40,8 @@ Heads = Medusa | Eagle | Block
 
 def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor, end: int = END) -> Heads:
     """Untrained heads. counts [V]: how often each token occurs in the training text; the most
-    frequent ones are the draft vocabulary of EAGLE-3 and DFlash. end: the token that DFlash's masks
-    are."""
+    frequent ones are the draft vocabulary of EAGLE-3 and of blocks. end: the token that the masks of
+    blocks are."""
     config = target.config.get_text_config()
     torch.manual_seed(recipe.seed)
     readout = target.get_output_embeddings()
@@ -52,7 +52,7 @@ def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor, end: int =
         return medusa.to(target.device)
     embed = target.get_input_embeddings()
     net: Eagle | Block
-    if recipe.kind == "dflash":
+    if recipe.kind in BLOCKS:
         net = Block(block_shape(recipe, config, end), embed, readout)
     else:
         net = Eagle(eagle_shape(recipe, config), embed, readout)
@@ -78,7 +78,9 @@ def block_shape(recipe: HeadRecipe, config: Any, end: int) -> BlockShape:
     layers = layers_config(_settings(recipe, config) | {"num_hidden_layers": recipe.layers})
     taps, spans = default_taps(config.num_hidden_layers), ((0, False),) * recipe.layers
     vocab = min(recipe.draft_vocab, config.vocab_size)
-    return BlockShape("dflash", layers, recipe.block, end, taps, spans, draft_vocab=vocab)
+    return BlockShape(
+        recipe.kind, layers, recipe.block, end, taps, spans, draft_vocab=vocab, rank=recipe.rank
+    )
 
 
 def _settings(recipe: HeadRecipe, config: Any) -> dict[str, Any]:
@@ -158,7 +160,11 @@ def predictions_of(model: Heads, target: PreTrainedModel, unroll: int) -> Predic
         masks = [blocks_apart(roots, K, T, features)] * len(model.layers)
         hidden = model.hidden(tokens.view(B, -1), at, masks, cache).view(B, -1, K, E)
         for place in range(1, K):
-            yield model.draft_logits(hidden[:, :, place]), p[:, roots + place - 1]
+            state, before = hidden[:, :, place], roots + place - 1
+            logits = model.draft_logits(state)
+            if model.shape.rank:
+                logits = logits + model.markov_head(batch[:, before], state)
+            yield logits, p[:, before]
 
     return {Medusa: medusa, Eagle: eagle, Block: block}[type(model)]
 

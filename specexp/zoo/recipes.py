@@ -62,12 +62,12 @@ class Course:
 @dataclass(frozen=True)
 class HeadRecipe:
     """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE), those,
-    `layers` and `block` (DFlash).
+    `layers` and `block` (DFlash), and `rank` (DSpark).
 
     `unroll`: passes of EAGLE in training, each on the output of the one before (training-time test,
     Li et al. 2025, EAGLE-3, section 3.2)."""
 
-    kind: str  # "medusa", "eagle", "eagle3" or "dflash"
+    kind: str  # "medusa", "eagle", "eagle3", "dflash" or "dspark"
     about: str
     courses: tuple[Course, ...]
     heads: int = 3
@@ -76,6 +76,7 @@ class HeadRecipe:
     draft_vocab: int = 2048
     unroll: int = 3
     block: int = 8
+    rank: int = 0
     seed: int = 5
 
     def quick(self) -> "HeadRecipe":
@@ -85,6 +86,7 @@ class HeadRecipe:
 
 FOLLOW = {"prose": 2, "continued": 3}
 _EAGLE = (Course((Phase(600, 32, 256), Phase(60, 8, 1024)), FOLLOW),)
+_BLOCK = (Course((Phase(900, 32, 256), Phase(60, 8, 1024)), FOLLOW),)
 _HEADS = (
     HeadRecipe(
         "medusa",
@@ -105,8 +107,15 @@ _HEADS = (
     HeadRecipe(
         "dflash",
         "A DFlash block: seven draft tokens in one pass, from hidden states of three depths.",
-        (Course((Phase(900, 32, 256), Phase(60, 8, 1024)), FOLLOW),),
+        _BLOCK,
         layers=2,
+    ),
+    HeadRecipe(
+        "dspark",
+        "A DSpark block: seven draft tokens in one pass, each corrected by the token before.",
+        _BLOCK,
+        layers=2,
+        rank=64,
     ),
 )
 HEADS = {recipe.kind: recipe for recipe in _HEADS}

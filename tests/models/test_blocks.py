@@ -160,18 +160,16 @@ def test_states_are_those_of_transformers_own_block(tmp_path):
     assert torch.allclose(out.last_hidden_state[0, 1:], block_hidden(net, text, 5), atol=1e-9)
 
 
-@pytest.mark.parametrize("gap", [1, 3])
-def test_saved_block_is_read_as_it_was(tmp_path, gap):
+@pytest.mark.parametrize(("kind", "rank"), [("dflash", 0), ("dspark", 4)])
+def test_saved_block_is_read_as_it_was(tmp_path, kind, rank):
     """In the layout of `speculators`."""
-    net = heads("dspark")
-    net = Block(
-        dataclasses.replace(net.shape, kind="dflash", rank=0, from_root=False,
-                            spans=((0, False),) * 2), *net.borrowed,
-    ).to(net.dtype)  # fmt: skip
-    net.d2t.fill_(gap)
+    net = heads("dflash")
+    shape = dataclasses.replace(net.shape, kind=kind, draft_vocab=V - 8, rank=rank, gated=rank > 0)
+    net = Block(shape, *net.borrowed).to(net.dtype)
+    net.d2t.fill_(3)
     save(tmp_path, net, "org/target")
     head = layouts.read(tmp_path)
-    check(head, module().config, "target", "dflash")
+    check(head, module().config, "target", kind)
     again = load(head, module())
     assert (again.shape.deepest, again.shape.spans) == (5, net.shape.spans)
     assert again.state_dict().keys() == net.state_dict().keys()

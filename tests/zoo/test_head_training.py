@@ -58,13 +58,15 @@ def test_training_inputs_and_targets_match_drafting(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("K", [2, 5])
-def test_training_inputs_and_targets_of_blocks_match_drafting(K):
+@pytest.mark.parametrize(("K", "rank"), [(2, 0), (5, 0), (4, 3)])
+def test_training_inputs_and_targets_of_blocks_match_drafting(K, rank):
     """A block that begins at every root, all in one pass."""
     net, target, T = heads("dflash"), module(), 13
-    shape = dataclasses.replace(net.shape, block=K, spans=((0, False),) * 2, draft_vocab=V - 8)
+    shape = dataclasses.replace(net.shape, block=K, draft_vocab=V - 8, rank=rank)
     own = Block(shape, *net.borrowed).to(net.dtype).eval()
     own.d2t.fill_(3)
+    if rank:
+        torch.nn.init.normal_(own.markov_head.markov_w2.weight)
     drawn = torch.randint(0, V, (2, T + 1), generator=torch.Generator().manual_seed(1))
     predictions = [*predictions_of(own, target, 1)(drawn)]
     assert len(predictions) == K - 1
@@ -73,13 +75,17 @@ def test_training_inputs_and_targets_of_blocks_match_drafting(K):
     assert roots[0] == 1
     for row, text in enumerate(drawn.tolist()):
         for at, root in enumerate(roots):
-            drafted = own.draft_logits(block_hidden(own, text[: root + 1], K - 1))
+            states = block_hidden(own, text[: root + 1], K - 1)
+            drafted = own.draft_logits(states)
+            if rank:
+                before = torch.tensor(text[root : root + K - 1])
+                drafted = drafted + own.markov_head(before, states)
             for place, (logits, right) in enumerate(predictions):
                 assert torch.allclose(logits[row, at], drafted[place], atol=1e-9)
                 assert torch.allclose(right[row, at].double(), p[row, root + place], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "dflash"])
+@pytest.mark.parametrize("kind", [*KINDS, "dflash", "dspark"])
 def test_head_training_loss_falls(tmp_path, kind):
     target = tiny_llama(0).eval().requires_grad_(False)
     drawn = np.random.default_rng(0).integers(1, V, 5000)
@@ -98,7 +104,7 @@ def test_train_heads_for_a_target_outside_the_zoo(tmp_path):
     tokenizer.save_pretrained(folder)
     text = tmp_path / "text.txt"
     text.write_text("def mean(values): return sum(values) / len(values)\n" * 400)
-    for kind in [*KINDS, "dflash"]:
+    for kind in [*KINDS, "dflash", "dspark"]:
         seen = {}
         made = train_heads(
             kind, folder, tmp_path / "out", tmp_path / "work", quick=True, text=text,

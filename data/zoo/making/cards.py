@@ -189,7 +189,8 @@ def licence(trained: Mapping[str, Any] | None) -> str:
 def card_of_heads(facts: Mapping[str, Any]) -> str:
     """The model card of heads trained on the zoo's text, from the content of `zoo.json`."""
     kind, target, trained = facts["role"], facts["target"], facts["trained"]
-    as_speculators = kind in ("eagle3", "dflash")
+    method = {"eagle3": "eagle", "dspark": "dflash"}.get(kind, kind)
+    as_speculators = kind in ("eagle3", "dflash", "dspark")
     layout = "the `speculators` format" if as_speculators else "the layout of published heads"
     corpus = trained["corpus"]
     terms = "Check the licence of the target: the heads are derived from it."
@@ -198,7 +199,7 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
     mark, terms = ("license: mit\n", licence(trained)) if ours else ("", terms)
     return page(facts, f"{mark}base_model: {target}\n", {
         "Heads": f"{facts['parameters']:,} parameters for the target {target}, in {layout}.",
-        "Use": f"`specexp generate --target {target} --drafter {kind.rstrip('3')}:FOLDER`, where "
+        "Use": f"`specexp generate --target {target} --drafter {method}:FOLDER`, where "
         "FOLDER is this folder. They read this target's hidden states and work with no other "
         "target.",
         "Training": schedule(

@@ -121,6 +121,7 @@ class Markov(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab, rank)
         self.markov_w2 = Linear(rank, draft_vocab, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
         if gated:
             self.gate_proj = Linear(width + rank, rank)
         self.gated = gated

@@ -158,10 +158,15 @@ def _layer_settings(net: Eagle | Block) -> dict[str, Any]:
     return settings | {"vocab_size": net.config.vocab_size}
 
 
+ARCHITECTURES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashDraftModel",
+                 "dspark": "DSparkDraftModel"}  # fmt: skip
+
+
 def _speculators_config(
     net: Eagle | Block, target: str, architectures: Sequence[str]
 ) -> dict[str, Any]:
-    kind, own = net.shape.kind, {}
+    kind = net.shape.kind
+    own: dict[str, Any]
     if isinstance(net, Block):
         draft = net.shape.deepest
         own = {
@@ -169,6 +174,9 @@ def _speculators_config(
             layouts.BLOCK_TAPS: list(net.shape.taps), "sample_from_anchor": False,
             "sliding_window_non_causal": True,
         }  # fmt: skip
+        if net.shape.rank:
+            gates = {"markov_head_type": "gated" if net.shape.gated else "vanilla"}
+            own |= gates | {"markov_rank": net.shape.rank, "enable_confidence_head": False}
     else:
         draft = 5
         own = {layouts.TAPS: list(net.shape.taps)}
@@ -176,7 +184,7 @@ def _speculators_config(
     proposal = {"proposal_type": "greedy", "speculative_tokens": draft, "verifier_accept_k": 1,
                 "accept_tolerance": 0.0}  # fmt: skip
     return {
-        "architectures": [{"eagle3": "Eagle3Speculator", "dflash": "DFlashDraftModel"}[kind]],
+        "architectures": [ARCHITECTURES[kind]],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": {
