@@ -40,7 +40,7 @@ Heads = Medusa | Eagle | Block
 
 def make(recipe: HeadRecipe, target: PreTrainedModel, counts: Tensor, end: int = END) -> Heads:
     """Untrained heads. counts [V]: how often each token occurs in the training text; the most
-    frequent ones are the draft vocabulary of EAGLE-3 and of blocks. end: the token that the masks of
+    frequent ones are the draft vocabulary of EAGLE-3 and of blocks. end: the token that masks of
     blocks are."""
     config = target.config.get_text_config()
     torch.manual_seed(recipe.seed)

@@ -26,7 +26,8 @@ GET = (
 ROLES = ("target", "draft", "medusa", "eagle3", "eagle", "dspark", "dflash", "control")
 MADE = ("zoo/packaged", "zoo/gguf", "zoo/drafts", "twins")  # folders of the store that hold models
 METHODS = {
-    "model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle"), "dflash": ("dspark", "dflash"),
+    "model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle"),
+    "dflash": ("dspark", "dflash"),
 }  # fmt: skip
 
 

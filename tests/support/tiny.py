@@ -207,6 +207,7 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
         made = block.Block(shape, target.get_input_embeddings(), target.get_output_embeddings())
         if kind == "dspark":
             made.d2t.fill_(3)
+            torch.nn.init.normal_(made.markov_head.markov_w2.weight)
     elif kind == "mtp":
         says = copy.copy(target)
         says.config = copy.deepcopy(target.config)
