@@ -250,9 +250,9 @@ def servers() -> str:
     head = paragraph(
         f"Real servers on {file['device']}, {len(file['runs'][0]['prompts'])} prompts "
         "([data](../data/measurements/servers.json)). With the same draft model, EAGLE-3 heads, "
-        "draft in parallel or DFlash block, vLLM accepts as much as the reference. The lookups differ: vLLM copies "
-        "what followed the earliest match, llama.cpp drafts only where three tokens match, specexp "
-        "copies after the latest of the longest matches. llama.cpp keeps keys in 16 bits, and "
+        "draft in parallel or DFlash block, vLLM accepts as much as the reference. The lookups "
+        "differ: vLLM copies what followed the earliest match, llama.cpp drafts only where three "
+        "tokens match, specexp copies after the latest of the longest matches. llama.cpp keeps keys in 16 bits, and "
         "without drafting it writes the same text.",
         104,
     )
