@@ -252,8 +252,8 @@ def servers() -> str:
         "([data](../data/measurements/servers.json)). With the same draft model, EAGLE-3 heads, "
         "draft in parallel or DFlash block, vLLM accepts as much as the reference. The lookups "
         "differ: vLLM copies what followed the earliest match, llama.cpp drafts only where three "
-        "tokens match, specexp copies after the latest of the longest matches. llama.cpp keeps keys in 16 bits, and "
-        "without drafting it writes the same text.",
+        "tokens match, specexp copies after the latest of the longest matches. llama.cpp keeps "
+        "keys in 16 bits, and without drafting it writes the same text.",
         104,
     )
     return (
