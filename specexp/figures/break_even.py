@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from specexp.errors import counted
 from specexp.figures import style
 from specexp.measure.break_even import break_even_alpha, break_even_batches
 from specexp.measure.summaries import doubt_of_speedups, pooled
@@ -52,16 +51,18 @@ def cost_curves(costs: Costs) -> Figure:
 
 def in_words(fit: Fit, context: float) -> str:
     """Floor and slope of a fit as text."""
-    return f"{fit.floor_s * 1e3:.1f} ms and {fit.token_s(context) * 1e6:.0f} µs a token"
+    return f"{fit.floor_s * 1e3:.1f} ms, the floor, and {fit.token_s(context) * 1e6:.0f} µs a token"
 
 
 def floor_ends(costs: Costs, context: float) -> str:
-    """Where the floor ends, claiming nothing beyond the passes that were measured."""
+    """From how many tokens on their cost outweighs the floor, claiming nothing beyond the passes
+    that were measured."""
     knee, most = costs.fit().knee(context), costs.batches[-1] * costs.tokens[-1]
     if knee > most:
-        return f"the floor lasts beyond {counted(most, 'token')} in a pass, the most measured"
-    until = f"about {counted(round(knee), 'token')}" if knee >= 1 else "less than 1 token"
-    return f"the floor ends at {until} in a pass"
+        return f"even {most} tokens in a pass, the most measured, cost less than the floor"
+    if knee < 1:
+        return "tokens cost more than the floor in every pass"
+    return f"above about {round(knee)} in a pass, tokens cost more than the floor"
 
 
 def doubt(costs: Costs) -> str:

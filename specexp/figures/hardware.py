@@ -102,14 +102,14 @@ def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         table.add_row(phase, *(c for p in both for c in (f"{p['ms']:.3f}", share(p["share"]))))
     table.add_row("clean loop", *(c for s in sides for c in (f"{s['round_ms']:.3f}", "")))
     sums, overheads = ([side[key] for side in sides] for key in ("sum_over_round", "overhead"))
-    table.add_row("sum / clean", *(c for s in sums for c in ("", times(s))))
+    table.add_row("phases / clean loop", *(c for s in sums for c in ("", times(s))))
     table.add_row("overhead", *(c for o in overheads for c in ("", share(o))))
     speedup, accepted = suite["speedup"], suite["acceptance"]
     return [table], [
         "accept: distribution and rule; commit: observe and commit; host: reading the report and "
         "Python between rounds;",
-        "clean loop: a round without clocks between phases; overhead: its part outside draft and "
-        "target passes",
+        "clean loop: a round without clocks between phases, 1x if the phases account for it; "
+        "overhead: its part outside draft and target passes",
         f"acceptance length {accepted['length']:.2f}: speedup {times(speedup['measured'])} "
         f"measured, {speedup['from_passes']:.2f}x predicted from acceptance and the passes alone"
         + f"; {NOT_CREDIBLE}"

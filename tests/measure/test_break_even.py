@@ -328,11 +328,11 @@ def test_maps_draw_any_table(table, tmp_path):
 
 
 @pytest.mark.parametrize(("law", "said"), [
-    ({}, "the floor ends at about 30 tokens in a pass"),
-    ({"floor": 1e-4, "slot": 0}, "the floor ends at about 1 token in a pass"),
-    ({"floor": 1e-5}, "the floor ends at less than 1 token in a pass"),
-    ({"token": 0, "slot": 0}, "the floor lasts beyond 96 tokens in a pass, the most measured"),
-    ({"floor": 1.0}, "the floor lasts beyond 96 tokens in a pass, the most measured"),
+    ({}, "above about 30 in a pass, tokens cost more than the floor"),
+    ({"floor": 1e-4, "slot": 0}, "above about 1 in a pass, tokens cost more than the floor"),
+    ({"floor": 1e-5}, "tokens cost more than the floor in every pass"),
+    *((law, "even 96 tokens in a pass, the most measured, cost less than the floor")
+      for law in ({"token": 0, "slot": 0}, {"floor": 1.0})),
 ])  # fmt: skip
 def test_title_of_costs_says_where_the_floor_ends(law, said):
     figure = figures.break_even.cost_curves(planted(**law))
@@ -397,7 +397,7 @@ def test_profile_command_measures_shows_and_keeps(
     code, out, err = profile(monkeypatch, capsys, *pairing, *small)
     assert (code, err) == (0, "warning: 3 other programs run\n")
     assert "n=3" in out
-    assert "; the floor " in " ".join(out.split())
+    assert " ms, the floor, and " in " ".join(out.split())
     [kept] = (store / "costs").glob("*.json")
     assert kept.with_suffix(".png").stat().st_size > 0
     out_file = tmp_path / "new" / "table.json"
