@@ -129,6 +129,7 @@ def _train_heads(
     kind: str, target: str, out: Path | None, device: str, quick: bool, text: Path | None
 ) -> None:
     """Train heads and log loss and accuracy by position to the MLflow experiment `heads`."""
+    from specexp.models.heads.layouts import DRAFTED_BY
     from specexp.tracking import runs
     from specexp.zoo.heads import train_heads
     from specexp.zoo.naming import locate
@@ -142,9 +143,8 @@ def _train_heads(
     folder = train_heads(kind, locate(target), out, device=device, quick=quick, text=text,
                          watch=watch)  # fmt: skip
     last = {name: values[max(values)] for name, values in history.items()}
-    method = {"eagle3": "eagle", "dspark": "dflash"}.get(kind, kind)
     path = opt.relative(folder)
-    opt.say(f"wrote {path}; use it as --drafter {method}:{path}")
+    opt.say(f"wrote {path}; use it as --drafter {DRAFTED_BY[kind]}:{path}")
     runs.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
 
 

@@ -148,9 +148,12 @@ def default_draft(target: str, method: str = "model") -> ZooModel:
     target, _ = fitting.split(target)
     drafts = drafts_for(target, method)
     if not drafts:
-        what = "draft model" if method == "model" else f"{method} heads"
+        what, trained = f"{method} heads", f"--heads {METHODS[method][0]}"
+        if method == "model":
+            what, trained = "draft model", "--draft"
         raise UserError(
-            f"the zoo has no {what} for {target!r}; name one as {method}:NAME, or take a drafter "
-            "that needs none, such as ngram"
+            f"the zoo has no {what} for {target!r}; name one as {method}:NAME, train one (specexp "
+            f"zoo train {trained} --target {target}), or take a drafter that needs none, such as "
+            "ngram"
         )
     return drafts[0]

@@ -357,7 +357,7 @@ def bad(layout, **changes):
 
 
 BAD = {
-    "another kind": (bad("eagle-3"), ("medusa",), "takes medusa"),
+    "another kind": (bad("eagle-3"), ("medusa",), "heads, and not medusa: use eagle:/"),
     "hidden size": (
         bad("eagle-3", config={"hidden_size": 48}), ("eagle3",), "48, and target has 32",
     ),

@@ -18,6 +18,7 @@ from making.tokenizer import train_tokenizer
 from making.train import loss_of, train_zoo
 from specexp.api import load
 from specexp.errors import UserError
+from specexp.models.heads.layouts import DRAFTED_BY
 from specexp.zoo import shelf
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, VOCABULARY
@@ -278,7 +279,7 @@ def test_target_copies_from_its_context(zoo, tokenizer):
 @pytest.mark.parametrize("name", HEADS)
 def test_shipped_heads_match_their_card_and_draft(name):
     facts = json.loads((shelf.find(name) / "zoo.json").read_text())
-    method = {"eagle3": "eagle"}.get(facts["role"], facts["role"])
+    method = DRAFTED_BY[facts["role"]]
     pairing = load("target-10m", method, gamma=3)
     own = pairing.engine.drafter.heads if method == "medusa" else pairing.engine.drafter.net
     assert sum(p.numel() for p in own.parameters()) == facts["parameters"]

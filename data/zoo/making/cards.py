@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from making.recipes import CONTEXT, Recipe
+from specexp.models.heads.layouts import DRAFTED_BY
 from specexp.zoo import shelf
 from specexp.zoo.recipes import VOCABULARY
 from specexp.zoo.rows import Documents
@@ -189,7 +190,6 @@ def licence(trained: Mapping[str, Any] | None) -> str:
 def card_of_heads(facts: Mapping[str, Any]) -> str:
     """The model card of heads trained on the zoo's text, from the content of `zoo.json`."""
     kind, target, trained = facts["role"], facts["target"], facts["trained"]
-    method = {"eagle3": "eagle", "dspark": "dflash"}.get(kind, kind)
     as_speculators = kind in ("eagle3", "dflash", "dspark")
     layout = "the `speculators` format" if as_speculators else "the layout of published heads"
     corpus = trained["corpus"]
@@ -199,7 +199,7 @@ def card_of_heads(facts: Mapping[str, Any]) -> str:
     mark, terms = ("license: mit\n", licence(trained)) if ours else ("", terms)
     return page(facts, f"{mark}base_model: {target}\n", {
         "Heads": f"{facts['parameters']:,} parameters for the target {target}, in {layout}.",
-        "Use": f"`specexp generate --target {target} --drafter {method}:FOLDER`, where "
+        "Use": f"`specexp generate --target {target} --drafter {DRAFTED_BY[kind]}:FOLDER`, where "
         "FOLDER is this folder. They read this target's hidden states and work with no other "
         "target.",
         "Training": schedule(

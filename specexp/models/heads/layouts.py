@@ -33,6 +33,8 @@ _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is r
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3, BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark")
+DRAFTED_BY = {"medusa": "medusa", "eagle": "eagle"} | dict.fromkeys(EAGLE3, "eagle")
+DRAFTED_BY |= dict.fromkeys(BLOCKS, "dflash")  # the drafting method of each kind
 BLOCK_TAPS = "aux_hidden_state_layer_ids"
 
 

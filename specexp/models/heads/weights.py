@@ -23,7 +23,8 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
     config: the target's. Raises UserError with both numbers, or the names of the tensors."""
     subject = f"{head.source} are {head.kind} heads"
     if head.kind not in kinds:
-        raise UserError(f"{subject}; this drafter takes {' or '.join(kinds)}: name its own method")
+        method = layouts.DRAFTED_BY[head.kind]
+        raise UserError(f"{subject}, and not {' or '.join(kinds)}: use {method}:{head.source}")
     if head.kind != "medusa":
         for name in NEEDED:
             if not isinstance(head.config.get(name), int):
