@@ -8,7 +8,7 @@ from specexp.errors import UserError
 from specexp.zoo import naming, shelf, twins
 
 NAMES = ["target-10m", "target-exit-1m", "sibling-3m", "sibling-1m", "random-tiny"]
-HEADS = ["target-10m-medusa", "target-10m-eagle3"]
+HEADS = ["target-10m-medusa", "target-10m-eagle3", "target-10m-dspark"]
 
 
 def test_shelf_lists_and_finds_shipped_models(tmp_path, monkeypatch):
@@ -23,6 +23,7 @@ def test_shelf_lists_and_finds_shipped_models(tmp_path, monkeypatch):
     assert shelf.default_draft("target-10m").name == "sibling-3m"
     assert shelf.default_draft("target-10m", "medusa").name == "target-10m-medusa"
     assert shelf.default_draft("target-10m", "eagle").name == "target-10m-eagle3"
+    assert shelf.default_draft("target-10m", "dflash").name == "target-10m-dspark"
 
 
 def test_unknown_model_name_gets_a_hint():
