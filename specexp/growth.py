@@ -49,6 +49,19 @@ class Level:
 Step = Callable[[Level], Tensor]  # returns logits [B, n, V] of the token after each node
 
 
+def at_once(run: Callable[[], Tensor]) -> Step:
+    """The step of a drafter whose one pass, `run`, returns the logits [B, depth, V] of all levels,
+    whatever is drafted above them."""
+    ahead: list[Tensor] = []
+
+    def step(level: Level) -> Tensor:
+        if not ahead:
+            ahead.append(run())
+        return ahead[0][:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
+
+    return step
+
+
 def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng) -> Draft:
     """Draft a tree level by level.
 

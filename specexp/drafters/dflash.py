@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.growth import Level, grow
+from specexp.growth import Level, at_once, grow
 from specexp.models.heads.block import Block, network, shape_of
+from specexp.models.heads.borrowing import lm_of
 from specexp.models.heads.layouts import read
 from specexp.models.heads.weights import check, load
 from specexp.models.lm import LM, Forward
@@ -25,13 +26,11 @@ class BlockDrafter(Drafter):
     draws = True
 
     def __init__(self, net: Block, target: LM, sampling: Sampling) -> None:
-        self.name = net.shape.kind
+        self.name, self.taps = net.shape.kind, net.shape.taps
         self.net, self.sampling = net, sampling
-        name = f"{self.name} of {target.name}"
-        self.lm = LM(net, name, target.vocab, network(net, name, target.vocab))
+        self.lm = lm_of(net, target, network)
         self.models: tuple[LM, ...] = (self.lm,)
-        self.taps = net.shape.taps
-        self.context = self.lm.context = target.context  # its positions are the target's
+        self.context = self.lm.context
 
     def allocate(self, B: int, S: int) -> None:
         self.lm.allocate(B, S)
@@ -48,23 +47,26 @@ class BlockDrafter(Drafter):
         self.lm.feed(seqs, slots, slots, slots, None, last=0, features=features)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        places = torch.arange(tree.depth + (not self.net.shape.from_root), device=self.lm.device)
-        passes: list[Forward] = []
+        shape = self.net.shape
+        states: list[Tensor] = []  # [B, depth, E]
 
-        def step(level: Level) -> Tensor:
-            if not passes:
-                slots = seqs.places(places[None])
-                tokens = torch.where(places > 0, self.net.shape.mask, seqs.drafting(seqs.root, 0))
-                passes.append(
-                    self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=tree.depth)
-                )
-            logits, hidden = passes[0].logits[:, level.depth, None], passes[0].hidden
-            assert hidden is not None
-            if not self.net.shape.rank:
-                return logits.expand(-1, level.tokens.shape[1], -1)
-            state = hidden[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
+        def block() -> Tensor:
+            places = torch.arange(tree.depth + (not shape.from_root), device=self.lm.device)[None]
+            slots = seqs.places(places)
+            tokens = torch.where(places > 0, shape.mask, seqs.drafting(seqs.root, 0))
+            seen = self.lm.feed(seqs, tokens, slots, slots, None, taps=(0,), last=tree.depth)
+            assert seen.hidden is not None
+            states.append(seen.hidden)
+            return seen.logits
+
+        independent = at_once(block)
+
+        def corrected(level: Level) -> Tensor:
+            logits = independent(level)
+            state = states[0][:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
             return logits + self.net.bias(level.tokens, state)[..., : self.lm.vocab]
 
+        step = corrected if shape.rank else independent
         return grow(seqs, tree, step, self.sampling, rng)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.growth import Level, grow
+from specexp.growth import Level, at_once, grow
+from specexp.models.heads.borrowing import lm_of
 from specexp.models.heads.eagle import Eagle, network
 from specexp.models.heads.layouts import EAGLE3, read, states_read
 from specexp.models.heads.weights import check, load
@@ -35,13 +36,11 @@ class EagleLayer(Drafter):
     draws = reads = True
 
     def __init__(self, net: Eagle | Mtp, target: LM, sampling: Sampling) -> None:
-        self.name = net.shape.kind
+        self.name, self.taps = net.shape.kind, net.shape.taps
         self.net, self.sampling = net, sampling
-        name = f"{self.name} of {target.name}"
-        self.lm = LM(net, name, target.vocab, network(net, name, target.vocab))
+        self.lm = lm_of(net, target, network)
         self.models: tuple[LM, ...] = (self.lm,)
-        self.taps = net.shape.taps
-        self.context = self.lm.context = target.context  # its positions are the target's
+        self.context = self.lm.context
         self.deepest = 0  # depth of the drafts so far
 
     def allocate(self, B: int, S: int) -> None:
@@ -123,16 +122,11 @@ class ParallelEagle(EagleLayer):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         self.deepest = max(self.deepest, tree.depth)
         self.shaped_by = (self.deepest,)
-        ahead: list[Tensor] = []  # logits [B, depth, V]
 
-        def step(level: Level) -> Tensor:
-            if level.depth == 0:
-                pairs = self.deepest + tree.depth
-                ahead.append(self._feed(seqs, self.deepest, pairs, tree.depth).logits)
-            at = ahead[0][:, level.depth, None]
-            return at.expand(-1, level.tokens.shape[1], -1)
+        def pairs() -> Tensor:
+            return self._feed(seqs, self.deepest, self.deepest + tree.depth, tree.depth).logits
 
-        return grow(seqs, tree, step, self.sampling, rng)
+        return grow(seqs, tree, at_once(pairs), self.sampling, rng)
 
 
 def of_layers(net: Eagle, target: LM, sampling: Sampling) -> EagleLayer:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
-from specexp.growth import Level, grow
+from specexp.growth import Level, at_once, grow
 from specexp.models.lm import LM, Forward
 from specexp.models.load import load, of_module, read_config, read_tokenizer
 from specexp.sampling import Rng, Sampling
@@ -91,19 +91,15 @@ class ParallelModel(DraftModel):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         self.deepest = max(self.deepest, tree.depth)
         self.shaped_by = (self.deepest,)
-        ahead: list[Tensor] = []  # logits [B, depth, V]
 
-        def step(level: Level) -> Tensor:
-            if level.depth == 0:
-                from_root = torch.arange(-self.deepest, tree.depth, device=self.lm.device)[None]
-                slots = seqs.places(from_root)
-                tokens = torch.where(from_root > 0, self.mask, seqs.read(slots))
-                tokens = seqs.drafting(tokens, 0)
-                ahead.append(self.lm.feed(seqs, tokens, slots, slots, None, last=tree.depth).logits)
-            at = ahead[0][:, level.depth, None]
-            return at.expand(-1, level.tokens.shape[1], -1)
+        def masked() -> Tensor:
+            from_root = torch.arange(-self.deepest, tree.depth, device=self.lm.device)[None]
+            slots = seqs.places(from_root)
+            tokens = torch.where(from_root > 0, self.mask, seqs.read(slots))
+            tokens = seqs.drafting(tokens, 0)
+            return self.lm.feed(seqs, tokens, slots, slots, None, last=tree.depth).logits
 
-        return grow(seqs, tree, step, self.sampling, rng)
+        return grow(seqs, tree, at_once(masked), self.sampling, rng)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         """Nothing of a draft is in the cache."""

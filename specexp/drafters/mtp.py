@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
@@ -22,6 +21,7 @@ from specexp.drafters import Prepared, Request
 from specexp.drafters.eagle import EagleLayer
 from specexp.errors import UserError, refusing
 from specexp.models.heads import layouts
+from specexp.models.heads.borrowing import Borrowing
 from specexp.models.heads.eagle import EagleShape
 from specexp.models.servable import cache_name
 
@@ -30,7 +30,7 @@ COUNTS = ("num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers")
 FULL = "full_attention"
 
 
-class Mtp(nn.Module):
+class Mtp(Borrowing):
     """The first of the layers of `model`, a transformers `MtpModel`, in the interface of
     `eagle.Eagle`: features [B, n, E] are the target's, as its LM head reads them, or its own."""
 
@@ -43,15 +43,7 @@ class Mtp(nn.Module):
         model.layers = model.layers[:1]  # the others are not held in memory
         self.norm = model.shared_post_norm if model.use_shared_post_norm else nn.Identity()
         self.kept = cache_name(self.layer)
-        self.borrowed = (model,)  # a tuple hides what is the target's
-
-    @property
-    def device(self) -> torch.device:
-        return self.layer.eh_proj.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layer.eh_proj.weight.dtype
+        self.borrowed = (model,)
 
     def fuse(self, features: Tensor) -> Tensor:
         return features

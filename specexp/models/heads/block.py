@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from specexp.errors import UserError
 from specexp.models.cache import SlotCache
+from specexp.models.heads.borrowing import Borrowing
 from specexp.models.heads.eagle import LAYER
 from specexp.models.heads.layouts import Head
 from specexp.models.lm import Linear, Network, among_all
@@ -135,10 +136,9 @@ class Markov(nn.Module):
         return self.markov_w2(known)
 
 
-class Block(nn.Module):
+class Block(Borrowing):
     """A block's layers, with a head of its own or the target's. It is an `lm.Network`."""
 
-    d2t: Tensor
     parts = ()
     by_length_up_to = 0
 
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
         super().__init__()
         self.shape, self.config = shape, shape.layers
-        self.borrowed = (embed, lm_head)  # a tuple hides them: not to be trained, moved or saved
+        self.borrowed = (embed, lm_head)
         E, V, eps = self.config.hidden_size, self.config.vocab_size, self.config.rms_norm_eps
         self.fc = nn.Linear(len(shape.taps) * E, E, bias=False)
         self.hidden_norm = qwen3.Qwen3RMSNorm(E, eps)
@@ -165,19 +165,6 @@ class Block(nn.Module):
         for part in self.modules():
             if type(part) is nn.Linear:
                 part.__class__ = Linear
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """[draft_vocab] the target's ids of the tokens it can draft; `d2t` holds id - index."""
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states [..., taps*E] as features [..., E], which `remember` takes."""

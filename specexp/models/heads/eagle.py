@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specexp.models.heads.borrowing import Borrowing
 from specexp.models.lm import Network, Unfused, among_all, product
 from specexp.models.servable import cache_name
 from specexp.ops import op
@@ -76,7 +77,7 @@ class Layer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-class Eagle(nn.Module):
+class Eagle(Borrowing):
     """Autoregression on features: the feature of position t and the token of position t + 1 give
     the feature of t + 1, and that gives the logits of the token of t + 2.
 
@@ -85,7 +86,6 @@ class Eagle(nn.Module):
     features as `hidden_states[-1]` [B, n, E], and logits [B, n, V], or those of the last
     `logits_to_keep` positions; tokens outside the draft vocabulary get -inf."""
 
-    d2t: Tensor
     layers: Any  # of EAGLE-1 its only one, of P-EAGLE those after the first
 
     def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
@@ -97,7 +97,7 @@ class Eagle(nn.Module):
 
         super().__init__()
         self.shape, self.config = shape, shape.layer
-        self.borrowed = (embed, lm_head)  # a tuple hides them: not to be trained, moved or saved
+        self.borrowed = (embed, lm_head)
         self.rotary = LlamaRotaryEmbedding(self.config)
         E, eps = self.config.hidden_size, self.config.rms_norm_eps
         if shape.fused:
@@ -121,14 +121,6 @@ class Eagle(nn.Module):
         else:
             self.fc = nn.Linear(2 * E, E, bias=shape.fc_bias)
             self.layers = nn.ModuleList([Layer(self.config, False)])
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
 
     @property
     def deeper(self) -> list[nn.Module]:
@@ -175,11 +167,6 @@ class Eagle(nn.Module):
         if not self.shape.fused:
             return self.borrowed[1](features)
         return self.lm_head(features if "norm_output" in self.shape.norms else self.norm(features))
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """[draft_vocab] the target's ids of the tokens it can draft; `d2t` holds id - index."""
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, features: Tensor,
