@@ -56,7 +56,7 @@ def limits_of(method: str, argument: str, layers: int) -> Limits | None:
     """The limits of a drafter that ships with specexp, except those that its heads set. None if the
     drafter itself must be asked, or refuses the argument. layers: of the target."""
     numbered = DEFAULTS | {"early_exit": max(1, layers // 4)}
-    if method in ("model", "eagle", "medusa"):
+    if method in ("model", "eagle", "medusa", "dflash"):
         return Limits(draws=True)
     if method == "plain":
         return None if argument else Limits()

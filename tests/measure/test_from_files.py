@@ -19,6 +19,7 @@ ZOO = [m.name for m in shelf.models(shelf.shipped()) if m.role in ("target", "dr
 DRAFTERS = (
     "plain", "ngram", "suffix:4", "recycle", "recycle:3", "early_exit", "early_exit:2", "model",
     "sibling-1m", "random-tiny", "planted:0.5", "planted:0.5,sibling-1m", "medusa", "eagle",
+    "dflash",
 )  # fmt: skip
 TEMPLATE = """{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -51,6 +52,24 @@ def test_files_of_the_zoo_say_what_transformers_does(dtype):
     counts = {target: compare(target, DRAFTERS, dtype) for target in ZOO}
     assert counts["target-10m"] == len(DRAFTERS)
     assert min(counts.values()) > 7
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_swa": True, "swa_window_size": 5}, {"markov_head_type": "gated"},
+        {"mask_token_id": -1}, {"block_size": 1}, {"aux_hidden_state_layer_ids": [2, 6]},
+    ],
+)  # fmt: skip
+def test_block_with_other_settings_is_left_to_transformers(tmp_path, changes):
+    folder = shutil.copytree(shelf.find("target-10m-dspark"), tmp_path / "block")
+    config = json.loads((folder / "config.json").read_text())
+    for more, known in ((False, {}), (True, changes)):
+        (folder / "config.json").write_text(json.dumps(config | known))
+        asked = {"target": "target-10m", "drafter": f"dflash:{folder}", "dtype": "float32"}
+        options = tuple((feasible.DEFAULTS | asked | {"rule": "auto"}).items())
+        options = tuple((name, value) for name, value in options if name != "rule")
+        assert (from_files.pairing(Known(), options) is None) == more
 
 
 @pytest.fixture
