@@ -44,7 +44,8 @@ class BlockDrafter(Drafter):
         """Write keys and values of the target's states [B, n, taps*E] of the tokens in slots
         [B, n]."""
         features = self.net.fuse(states)
-        self.lm.feed(seqs, slots, slots, slots, None, last=0, features=features)
+        unread = slots  # in place of tokens, of which only the shape counts
+        self.lm.feed(seqs, unread, slots, slots, None, last=0, features=features)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         shape = self.net.shape

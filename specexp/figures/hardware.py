@@ -108,7 +108,7 @@ def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
     return [table], [
         "accept: distribution and rule; commit: observe and commit; host: reading the report and "
         "Python between rounds;",
-        "clean loop: a round without clocks between phases, 1x if the phases account for it; "
+        "clean loop: a round without clocks between phases, to which these should add up (1x); "
         "overhead: its part outside draft and target passes",
         f"acceptance length {accepted['length']:.2f}: speedup {times(speedup['measured'])} "
         f"measured, {speedup['from_passes']:.2f}x predicted from acceptance and the passes alone"

@@ -75,6 +75,13 @@ class Linear(nn.Linear):
         return product(x, self.weight, self.bias)
 
 
+def as_operations(module: nn.Module) -> None:
+    """Make the products of a module's linear layers operations."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = Linear
+
+
 def among_all(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
     """Logits [..., vocab]: these [..., V'] of the tokens `ids` [V'], and -inf of all others."""
     everywhere = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
@@ -125,9 +132,7 @@ class Unfused:
             whole = recurrent.twin(module)
             for by_position in (bias_by_position, count_by_position, window_by_layer):
                 by_position(whole)
-        for part in whole.modules():
-            if type(part) is nn.Linear:
-                part.__class__ = Linear
+        as_operations(whole)
         if not parts:
             return cls(whole, kept=cache_name(whole))
         net = cls(whole, parts, "position_ids" in takes(whole), cache_name(whole))

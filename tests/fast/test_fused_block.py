@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import on_every_device
-from support.fusing import NEAR, furthest, in_float64, of_its_own, uncompiled
+from support.fusing import NEAR, bound, furthest, in_float64, of_its_own, uncompiled
 from support.tiny import PROMPTS, V, heads
 
 from specexp.fast.cpu.passes import Native
@@ -69,8 +69,7 @@ def plain(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_block_matches_the_module(plain, kind, dtype, device):
     assert isinstance(blocks.network(made(kind, dtype, device), "it", V).net, Fused)
-    other_sums = device == "cuda" and dtype == torch.float32
-    assert off(kind, dtype, device) < (1e-5 if other_sums else NEAR[dtype])
+    assert off(kind, dtype, device) < bound(dtype, device)
 
 
 @pytest.mark.compiler

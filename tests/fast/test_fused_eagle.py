@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from conftest import on_every_device
-from support.fusing import NEAR, furthest, in_float64, of_its_own, uncompiled
+from support.fusing import NEAR, bound, furthest, in_float64, of_its_own, uncompiled
 from support.norms import DEFAULTS, with_norms
 from support.tiny import PROMPTS, V, heads
 
@@ -97,8 +97,7 @@ def plain(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_eagle_matches_the_layer(plain, kind, dtype, device):
     assert isinstance(layers.network(made(kind, dtype, device), "it", V).net, Fused)
-    other_sums = device == "cuda" and dtype == torch.float32
-    assert off(kind, dtype, device) < (1e-5 if other_sums else NEAR[dtype])
+    assert off(kind, dtype, device) < bound(dtype, device)
 
 
 @pytest.mark.compiler

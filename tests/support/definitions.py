@@ -107,9 +107,7 @@ def block_says(net, text: list[int], count: int) -> list[int]:
     for state in block_hidden(net, text, count):
         logits = net.draft_logits(state)
         if net.shape.rank:
-            logits = logits + net.markov_head(
-                torch.tensor([text, drafted][bool(drafted)][-1]), state
-            )
+            logits = logits + net.markov_head(torch.tensor([*text, *drafted][-1]), state)
         best = int(logits.argmax())
         drafted.append(int(net.draft_ids[best]) if net.shape.draft_vocab else best)
     return drafted

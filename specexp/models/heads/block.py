@@ -19,7 +19,7 @@ from specexp.models.cache import SlotCache
 from specexp.models.heads.borrowing import Borrowing
 from specexp.models.heads.eagle import LAYER
 from specexp.models.heads.layouts import Head
-from specexp.models.lm import Linear, Network, among_all
+from specexp.models.lm import Linear, Network, among_all, as_operations
 from specexp.models.servable import cache_name
 from specexp.ops import op
 from specexp.tree import Branches
@@ -162,9 +162,7 @@ class Block(Borrowing):
             self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
         if shape.rank:
             self.markov_head = Markov(V, shape.draft_vocab or V, E, shape.rank, shape.gated)
-        for part in self.modules():
-            if type(part) is nn.Linear:
-                part.__class__ = Linear
+        as_operations(self)
 
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states [..., taps*E] as features [..., E], which `remember` takes."""

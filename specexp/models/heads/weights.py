@@ -39,13 +39,10 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
             )
     with refusing(f"{subject}; config.json describes no such layer"), torch.device("meta"):
         net = _build(head, config, None)
-    if not isinstance(net, Medusa) and not 0 <= net.shape.mask < config.vocab_size:
-        raise UserError(
-            f"{subject} with the mask {net.shape.mask}, and {target} embeds {config.vocab_size} "
-            "tokens"
-        )
     if not isinstance(net, Medusa):
-        L = config.num_hidden_layers
+        L, V, mask = config.num_hidden_layers, config.vocab_size, net.shape.mask
+        if not 0 <= mask < V:
+            raise UserError(f"{subject} with the mask {mask}, and {target} embeds {V} tokens")
         if bad := [t for t in net.shape.taps if not 0 <= t <= L]:
             raise UserError(f"{subject} reading layer {bad[0]}, and {target} has {L} layers")
     expected = {n: tuple(t.shape) for n, t in net.state_dict().items()}
