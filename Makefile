@@ -8,12 +8,10 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE  # else each of hundreds of processes compiles all that it imports
 
 # For make gpu: the machine's own Python on this checkout, the output folder, the time limit of a
-# stage, and the options of bench on a twin.
+# stage.
 HERE  = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(PY)
 OUT  ?= data/measurements
 MINUTES ?= 9
-BENCH ?= --device cuda --dtype bfloat16 --batches 1,2,4,8,16,32,64,128,256 --out $(OUT)
-PAIR  = mlruns/twins/twin-$(shell echo $(TWIN) | tr A-Z a-z)
 
 .PHONY: help demo test test-all gpu overhead soak lab ui
 help:            ## list the targets
@@ -39,10 +37,6 @@ test-all: $(STAMP)  ## run all tests, slow ones included: hours (no lint)
 
 gpu:             ## on a GPU: tests, kernels, passes and bench, in stages (STAGE=smoke, MINUTES=9), with PY's packages
 	$(HERE) -m support.gpu_stages $(if $(STAGE),--stage $(STAGE)) --minutes $(MINUTES) --out $(OUT)
-ifdef TWIN
-	test -d $(PAIR)-target || $(HERE) -m specexp zoo twin --params $(TWIN) --alpha 0.8
-	$(HERE) -m specexp bench $(BENCH) --target $(notdir $(PAIR))
-endif
 
 overhead: $(STAMP)  ## measure a grid's overhead per point, against plain papermill
 	PYTHONPATH=tests $(BIN)/python -m support.overhead

@@ -19,7 +19,7 @@ from torch import nn
 
 from specexp import checked, drafters, fitting, names, rules
 from specexp.engine import Engine, Generation
-from specexp.errors import UserError, brief, check_type, meant, refusing
+from specexp.errors import UserError, brief, check_type, meant, refusing, warn_once
 from specexp.models import generation, memory
 from specexp.models.lm import LM
 from specexp.models.load import load as load_model
@@ -283,10 +283,14 @@ def _exempt_imports_from_gc() -> None:
 
 
 def resolve_device(device: str) -> str:
-    """A device's name; `auto` becomes the GPU if there is one, else the CPU. Raises UserError for
-    an unknown device."""
+    """A device's name; `auto` becomes the GPU if there is one, else the CPU, with a warning if
+    torch cannot use the GPU. Raises UserError for an unknown device."""
     memory.check_device(device)
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device != "auto" or torch.cuda.is_available():
+        return "cuda" if device == "auto" else device
+    if why := memory.unused_gpu():
+        warn_once("%s: running on the CPU", why)
+    return "cpu"
 
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.items()}

@@ -9,6 +9,7 @@ allocates anything. `free_memory` says how much there is.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
@@ -167,6 +168,13 @@ def no_cuda() -> str:
     except (RuntimeError, AssertionError) as e:
         return f"no CUDA device is available ({first_line(e).rstrip('.')})"
     return "no CUDA device is available"
+
+
+def unused_gpu() -> str:
+    """Why torch cannot use the GPU that NVIDIA's driver has found here; "" if it can, if there is
+    none, or if CUDA_VISIBLE_DEVICES hides it."""
+    hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+    return "" if hidden or not any(DEV.glob("nvidia[0-9]*")) else no_cuda()
 
 
 def may_have_gpu() -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import also, one_in
+from conftest import also, one_in, tiny_llama
 from support import architectures
+from support.gpu_kernels import calls
 from support.references import interpreted, references
 from support.tiny import PROMPTS, engine
 from test_fused import fails, made, passed, unfused
@@ -72,11 +73,14 @@ def test_layer_launches_or_moves_more_than_it_must(shape, shared):
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    ("name", "card"), one_in(8, product(["verify", "batch", "prefill", "float32"], [90, 80]))
+    ("name", "card"),
+    [("verify", 90), ("verify", 80), *also(*product(["batch", "prefill", "float32"], [90, 80]))],
 )
 def test_kernel_spills_or_outgrows_a_card(name, card, shared):
     table = compiled(name, card, shared)
     assert {need["sm"] for need in table} == {card}
+    for need in table:
+        print(*(f"{need[part]} {part}" for part in ("kernel", "registers", "stack", "shared")))
     large = [
         need
         for need in table
@@ -85,6 +89,12 @@ def test_kernel_spills_or_outgrows_a_card(name, card, shared):
         or need["registers"] * 32 * need["warps"] > REGISTERS
     ]
     assert large == []
+
+
+@pytest.mark.triton
+def test_kernel_is_neither_compiled_nor_timed():
+    kernels = {*ops.kernels_of(torch.device("cuda")).kernels} - {fused.by_length_up_to}
+    assert {call.operation for call in calls(1, 6, 64, torch.bfloat16, "meta")} == kernels
 
 
 @pytest.mark.triton
@@ -156,26 +166,54 @@ def test_product_that_is_trained_through_has_no_gradient(learns):
 
 
 class Largest(TorchDispatchMode):
-    """The numbers in the largest tensor that is new."""
+    """The numbers in the largest tensor that is new; of those of one dtype, if it is given."""
 
-    numbers = 0
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.dtype, self.numbers = dtype, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if is_tensor(x)}
         for x in filter(is_tensor, tree_leaves(result)):
-            if x.untyped_storage().data_ptr() not in given:
+            if x.untyped_storage().data_ptr() not in given and self.dtype in (None, x.dtype):
                 self.numbers = max(self.numbers, x.numel())
         return result
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("through", [references, interpreted])
+def test_pass_writes_logits_that_nothing_reads_or_in_float32(through):
+    """None of a prompt, of a text's last tokens those after the root, of a draft all."""
+    V, B, N, tree = 10_000, 2, 4, Tree.chain(3)
+    seqs = Sequences.of([[1] * 20, [2] * 30], 3, slack=N)
+    with through():
+        target = of_module(tiny_llama(0, vocab=V).half())
+        target.allocate(*seqs.tokens.shape)
+        written, draft = {}, seqs.draft(tree.nodes("cpu"), torch.ones(B, N - 1, dtype=torch.int64))
+        for name, run in {
+            "prefill": lambda: target.prefill(seqs, 0, 29, (0, 2)),
+            "follow": lambda: target.follow(seqs, 5),
+            "verify": lambda: target.verify(seqs, draft, (2,)),
+        }.items():
+            with Largest() as every, Largest(torch.float32) as precise:
+                run()
+            assert precise.numbers < V
+            written[name] = every.numbers
+    assert written["prefill"] < V
+    assert written["follow"] == B * V
+    assert written["verify"] == B * N * V
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("rule", [Match(), Reject(), Block()])
-def test_rule_writes_a_number_for_every_token_of_the_vocabulary(rule, temperature):
+def test_rule_writes_a_number_for_every_token_of_the_vocabulary(rule, temperature, drawn):
     V, sampling, tree = 2000, Sampling(temperature, top_p=0.5), Tree.chain(2)
     seqs = Sequences.of([[1], [2]], 3, slack=3)
-    draft = seqs.draft(tree.nodes("cpu"), torch.tensor([[0, 1], [3, 4]]))
+    q = torch.full((2, len(tree), V), 1 / V) if drawn else None
+    draft = seqs.draft(tree.nodes("cpu"), torch.tensor([[0, 1], [3, 4]]), q)
     logits = torch.randn(2, len(tree), V, generator=torch.Generator().manual_seed(0))
     made = SimpleNamespace(rule=rule, sampling=sampling, rng=sampling.rng(0))
     made.law = partial(Engine.law, made)

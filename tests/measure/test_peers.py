@@ -24,8 +24,11 @@ def test_peers_write_equal_texts(pairing):
     report = peers.peers(pairing, PROMPTS, [2], 10, 2)
     assert [module.generation_config for module in modules] == kept
     assert [(r["work"], r["batch"]) for r in report["rows"]] == [
-        ("plain", 1), ("draft", 1), ("lookup", 1), ("plain", 2), ("draft over plain", 2),
+        ("plain", 1), ("draft", 1), ("lookup", 1), ("plain over compiled", 1), ("plain", 2),
+        ("draft over plain", 2),
     ]  # fmt: skip
+    compiled = report["rows"].pop(3)
+    assert (compiled["ratio"], "on a GPU alone" in compiled["missing"]) == (None, True)
     for row in report["rows"]:
         assert row["ours_equal"]["share"] == 1
         assert row["missing"] is None
@@ -39,7 +42,19 @@ def test_peers_follow_the_generation_config_of_the_target(tiny_folders, tmp_path
     (folder / "generation_config.json").write_text(json.dumps(said))
     report = peers.peers(specexp.load(str(folder), tiny_folders[1], gamma=3), PROMPTS, [2], 10, 1)
     for row in report["rows"]:
-        assert row["equal"] == {"share": 1, "ties": 0, "others": 0}
+        assert row["missing"] or row["equal"] == {"share": 1, "ties": 0, "others": 0}
+
+
+def test_passes_over_a_static_cache_of_one_size_write_the_same_texts(pairing):
+    module = pairing.target.module
+    texts = pairing.encode([prompt.text for prompt in PROMPTS])
+    longest = max(map(len, texts))
+    with peers.same_settings([module], 3, Sampling(), {}):
+        plain = peers.transformers(module, 10)
+        static = peers.transformers(module, 10, longest, cache_implementation="static")
+        assert min(map(len, texts)) < longest
+        for text in texts:
+            assert static([text]) == plain([text])
 
 
 def test_peer_ratios_are_of_delivered_tokens(pairing, monkeypatch, now):
@@ -53,11 +68,11 @@ def test_peer_ratios_are_of_delivered_tokens(pairing, monkeypatch, now):
     monkeypatch.setattr(peers, "ours", lambda engine, new: writer(2, 10))
     monkeypatch.setattr(
         peers, "others",
-        lambda pairing, new: ({"plain": writer(3, 10), "draft": writer(2, 5)}, {"lookup": "gone"}),
+        lambda *_: ({"plain": writer(3, 10), "draft": writer(2, 5)}, {"lookup": "gone"}),
     )  # fmt: skip
     monkeypatch.setattr(peers, "equal", lambda *_: None)
     report = peers.peers(pairing, PROMPTS, [1, 4, 16], 10, 2)
-    plain, draft, lookup, crowd, over = report["rows"]
+    plain, draft, lookup, _, crowd, over = report["rows"]
     assert (plain["tok_s"], plain["their_tok_s"]) == (5, pytest.approx(10 / 3))
     assert plain["ratio"]["value"] == pytest.approx(1.5)
     assert draft["ratio"]["value"] == pytest.approx(2)
@@ -105,7 +120,10 @@ def test_equal_finds_a_planted_difference(pairing):
 
 
 def test_missing_peer_says_why(pairing, monkeypatch):
-    _, missing = peers.others(pairing.with_(drafter="ngram"), 4)
-    assert missing == {"draft": "assisted generation needs a draft model, and ngram is not one"}
+    _, missing = peers.others(pairing.with_(drafter="ngram"), 4, 9)
+    assert missing == {
+        "draft": "assisted generation needs a draft model, and ngram is not one",
+        "compiled": "transformers compiles its passes on a GPU alone",
+    }
     monkeypatch.setattr(pairing.engine.drafter.lm, "config", types.SimpleNamespace(vocab_size=7))
     assert "mistakes for different tokenizers" in peers.unassisted(pairing)

@@ -110,19 +110,22 @@ def test_streams_and_training_have_no_figures(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_pair_drawn_on_the_device_has_no_figures(tmp_path, monkeypatch):
-    shape = replace(twins.SHAPES["8B"], width=128, hidden=256, heads=4, kv_heads=2, rows=8192)
-    monkeypatch.setitem(twins.SHAPES, "8B", shape)
+    few = {"width": 128, "hidden": 256, "heads": 4, "kv_heads": 2, "rows": 8192}
+    for params in ("8B", "1B"):
+        monkeypatch.setitem(twins.SHAPES, params, replace(twins.SHAPES[params], **few))
     monkeypatch.setattr(stages, "NEW", 8)
     monkeypatch.setattr(stages, "STREAMS", [2])
     rows = Rows(tmp_path / "gpu_pair.json")
     stages.pair(rows, torch.device("cpu"))
-    assert [row.get("error") for row in rows.rows] == [None] * 5
-    weights, prefill, round_, peers, batch = rows.rows
-    assert prefill["plain_ms"] > 0 < prefill["drafting_ms"]
-    assert weights["draft"] == 4
-    assert round_["acceptance"]["rate"] > 0.3
-    assert all(row["their_tok_s"] for row in peers["rows"])
-    assert batch["gamma 5"]["tok_s"] > 0
+    assert [row.get("error") for row in rows.rows] == [None] * 10
+    assert [row["name"].startswith("1B: ") for row in rows.rows] == [False] * 5 + [True] * 5
+    for size, pair in ((4, rows.rows[:5]), (2, rows.rows[5:])):
+        weights, prefill, round_, peers, batch = pair
+        assert prefill["plain_ms"] > 0 < prefill["drafting_ms"]
+        assert weights["draft"] == size
+        assert round_["acceptance"]["rate"] > 0.1
+        assert all(row["their_tok_s"] or row["missing"] for row in peers["rows"])
+        assert batch["gamma 5"]["tok_s"] > 0
 
 
 @pytest.mark.slow

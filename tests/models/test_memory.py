@@ -1,6 +1,7 @@
 """What is reckoned from configs alone is what is there, and what does not fit is refused."""
 
 import gc
+import logging
 import shutil
 from functools import partial
 
@@ -12,6 +13,7 @@ from support.tiny import module
 from transformers import AutoModelForCausalLM, DeepseekV3Config, FalconConfig
 
 from specexp import api, rules
+from specexp.api import resolve_device
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.errors import UserError
@@ -318,6 +320,33 @@ def test_load_refuses_weights_larger_than_memory(tiny_folders, little, monkeypat
     monkeypatch.setattr(load, "_IN_USE", {})
     with pytest.raises(UserError, match=r"weights of mine in float32 take .* are free on cpu"):
         load.load(tiny_folders[0], "mine", "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("raised", "why"),
+    [(RuntimeError("The NVIDIA driver is too old (found 11040).\nUpdate it."), "too old"),
+     (AssertionError("Torch not compiled with CUDA enabled"), "not compiled with CUDA")],
+)  # fmt: skip
+def test_gpu_that_torch_cannot_use_goes_unmentioned(raised, why, tmp_path, monkeypatch, caplog):
+    def init() -> None:
+        raise raised
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(memory, "DEV", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with caplog.at_level(logging.WARNING, "specexp"):
+        assert resolve_device("auto") == "cpu"
+        assert not caplog.records
+        (tmp_path / "nvidiactl").touch()  # of a driver that has found no GPU
+        (tmp_path / "nvidia0").touch()
+        assert resolve_device("auto") == resolve_device("cpu") == "cpu"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert resolve_device("auto") == "cpu"
+    [line] = [record.getMessage() for record in caplog.records]
+    assert why in line
+    assert line.startswith("no CUDA device is available (")
+    assert line.endswith("): running on the CPU")
 
 
 def test_allocate_error_names_the_batch_that_fits(little):

@@ -1,6 +1,7 @@
 """Triton's kernels compiled for cards that are not here. `python -m support.compiled verify 90`
 prints what each needs of a card at the sizes of a model of 8 billion parameters, `layer 0` what one
-layer of the first of SHAPES launches; with TRITON_INTERPRET=0."""
+layer of the first of SHAPES launches, `every 90` the tables of all passes on a card as they stand
+in data/measurements/gpu_compiled.json; with TRITON_INTERPRET=0."""
 
 import json
 import re
@@ -146,9 +147,21 @@ def table(name: str, capability: int) -> list[dict[str, Any]]:
     return needs
 
 
+def most(capability: int) -> dict[str, dict[str, int]]:
+    """The most that each kernel needs on a card in any of the passes."""
+    needed: dict[str, dict[str, int]] = {}
+    for need in (need for name in PASSES for need in table(name, capability)):
+        so_far = needed.setdefault(need["kernel"], {})
+        for what in ("registers", "stack", "shared", "warps"):
+            so_far[what] = max(need[what], so_far.get(what, 0))
+    return dict(sorted(needed.items()))
+
+
 if __name__ == "__main__":
     ops.kernels_of(torch.device("cuda"))
     what, which = sys.argv[1], int(sys.argv[2])
     if what == "layer":
-        said = [layer(*SHAPES[which], *PASSES["verify"])]
-    json.dump(said if what == "layer" else table(what, which), sys.stdout)
+        said: Any = [layer(*SHAPES[which], *PASSES["verify"])]
+    else:
+        said = most(which) if what == "most" else table(what, which)
+    json.dump(said, sys.stdout)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specexp import engine, ops, sampling
+from specexp import engine, ops, rules, sampling
 from specexp.drafters.ngram import NGram
 from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
@@ -20,7 +20,7 @@ from specexp.fast.fused import AttentionInfo, Norm
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import copying
 from specexp.models import lm
-from specexp.models.cache import SlotCache, Slots
+from specexp.models.cache import SlotCache, Slots, store
 from specexp.models.lm import Forward
 from specexp.models.memory import Layer
 from specexp.rules import Block, Match, Reject, Rule
@@ -144,6 +144,11 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     yield Call("commit", Sequences.commit, (seqs, verdict), 16 * B * n)
     moved = 4 * B * n * K * D * size
     yield Call("keep", Slots.keep, (layer, slice(0, B), slots, slots), moved)
+    new = some(B, K, n, D), some(B, K, n, D)
+    given = layer.keys, layer.values, slots[:, None, :, None], *new
+    yield Call("store", store, given, moved)
+    draft = seqs.draft(nodes, keys[:, 1:])
+    yield Call("follow", rules.follow, (draft, keys), 32 * B * n)
     yield Call("lookup", NGram.propose, (NGram(3), seqs, chain, noise), 8 * B * S)
     yield Call("votes", Suffix.propose, (Suffix(V), seqs, chain, noise), 8 * B * S)
 

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -223,19 +224,24 @@ def one_pass(lm: Any, B: int, n: int, S: int, copy: Any) -> dict[str, Any]:
 
 
 def pair(rows: Rows, device: torch.device) -> None:
-    """Whole texts of a random model of 8 billion parameters and a draft that is its first layers:
-    where a round's time goes, transformers at the same work, and fixed batches of several sizes."""
-    made: list[Pairing] = []
-    rows.add("weights", partial(twin, "8B", device, made))
-    texts = prompts.load("all", limit=FEW)
-    for pairing in made:
-        suite = partial(suites.run, pairing=pairing, prompts=texts, batches=(1, 8),
-                        max_new_tokens=NEW, repeats=2)  # fmt: skip
-        rows.add("prefill", partial(prefill, pairing))
-        rows.add("round", partial(suite, "round"))
-        rows.add("peers", partial(suite, "peers"))
-        for streams in STREAMS[::2]:
-            rows.add(f"batch {streams}", partial(in_batch, streams, pairing))
+    """Whole texts of random models of 8 and 1 billion parameters and drafts that are their first
+    layers: where a round's time goes, transformers at the same work, and fixed batches of several
+    sizes."""
+    for params, size in (("8B", ""), ("1B", "1B: ")):
+        made: list[Pairing] = []
+        rows.add(f"{size}weights", partial(twin, params, device, made))
+        while made:
+            of_pair(rows, size, made.pop())
+
+
+def of_pair(rows: Rows, size: str, pairing: Pairing) -> None:
+    suite = partial(suites.run, pairing=pairing, prompts=prompts.load("all", limit=FEW),
+                    batches=(1, 8), max_new_tokens=NEW, repeats=2)  # fmt: skip
+    rows.add(f"{size}prefill", partial(prefill, pairing))
+    rows.add(f"{size}round", partial(suite, "round"))
+    rows.add(f"{size}peers", partial(suite, "peers"))
+    for streams in STREAMS[::2]:
+        rows.add(f"{size}batch {streams}", partial(in_batch, streams, pairing))
 
 
 def prefill(pairing: Pairing) -> dict[str, float]:
@@ -274,7 +280,7 @@ def twin(params: str, device: torch.device, made: list[Pairing]) -> dict[str, An
         weight.copy_(twins.draw(name, weight.shape, weight.dtype, 0, damp, device))
     draft = random_module(replace(shape, layers=shape.draft).config(), device)
     draft.load_state_dict(target.state_dict(), strict=False, assign=True)
-    tokenizer = read_target("target-10m")[2]
+    tokenizer = deepcopy(read_target("target-10m").tokenizer)
     tokenizer.add_tokens([f"<{token}>" for token in range(len(tokenizer), shape.rows)])
     made.append(api.load(target, draft, tokenizer=tokenizer))
     return {"parameters": made[0].target.parameters, "draft": shape.draft}

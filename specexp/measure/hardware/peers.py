@@ -35,7 +35,10 @@ Texts = list[list[int]]  # of a batch, row by row
 Writer = Callable[[Texts], Texts]  # prompts to new tokens
 
 # (work, their arm, our arm) of each comparison
-ONE_STREAM = tuple((work, work, work) for work in ("plain", "draft", "lookup"))
+ONE_STREAM = (
+    *((work, work, work) for work in ("plain", "draft", "lookup")),
+    ("plain over compiled", "compiled", "plain"),
+)
 BATCHED = (("plain", "plain", "plain"), ("draft over plain", "plain", "draft"))
 
 
@@ -57,7 +60,7 @@ def peers(
     }
     for engine in engines.values():
         engine.eos = ()
-    theirs, missing = others(pairing, new)
+    theirs, missing = others(pairing, new, max(map(len, ids)))
     arms = {("ours", name): ours(engine, new) for name, engine in engines.items()}
     arms |= {("theirs", name): write for name, write in theirs.items()}
     in_both = {arm: arms[arm] for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")}
@@ -124,8 +127,10 @@ def ours(engine: Engine, max_new_tokens: int) -> Writer:
     return lambda texts: engine.generate(texts, max_new_tokens).tokens
 
 
-def others(pairing: Pairing, max_new_tokens: int) -> tuple[dict[str, Writer], dict[str, str]]:
-    """The peers available here, and why the others are not."""
+def others(
+    pairing: Pairing, max_new_tokens: int, longest: int
+) -> tuple[dict[str, Writer], dict[str, str]]:
+    """The peers available here, and why the others are not. longest: of the prompts, in tokens."""
     module, new = pairing.target.module, max_new_tokens
     lookup = transformers(
         module, new,
@@ -138,6 +143,10 @@ def others(pairing: Pairing, max_new_tokens: int) -> tuple[dict[str, Writer], di
     else:
         [draft] = _draft_module(pairing)
         writers["draft"] = transformers(module, new, assistant_model=draft)
+    if module.device.type == "cuda":
+        writers["compiled"] = transformers(module, new, longest, cache_implementation="static")
+    else:
+        missing["compiled"] = "transformers compiles its passes on a GPU alone"
     return writers, missing
 
 
@@ -160,11 +169,12 @@ def _draft_module(pairing: Pairing) -> list[Any]:
     return [drafter.lm.module] if isinstance(drafter, DraftModel) else []
 
 
-def transformers(module: Any, max_new_tokens: int, **how: Any) -> Writer:
-    """`module.generate` with rows padded on the left; how: options besides `same_settings`."""
+def transformers(module: Any, max_new_tokens: int, least: int = 0, **how: Any) -> Writer:
+    """`module.generate` with rows padded on the left, to `least` tokens or more: passes over a
+    static cache are compiled for its size; how: options besides `same_settings`."""
 
     def write(texts: Texts) -> Texts:
-        width = max(map(len, texts))
+        width = max(least, *map(len, texts))
         ids = [[0] * (width - len(row)) + row for row in texts]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in texts]
         output = module.generate(

@@ -9,7 +9,7 @@ from specexp.measure import parameters
 NAMES = ("peers", "roofline", "round")
 WORK = {
     "plain": "plain", "draft": "draft model", "lookup": "prompt lookup",
-    "draft over plain": "speculation",
+    "plain over compiled": "plain, theirs compiled", "draft over plain": "speculation",
 }  # fmt: skip  # the comparisons of `peers`, in words
 PROMPTS = 5  # how many prompts are used, evenly over categories
 MAX_BATCH = 8  # largest batch size that `peers` compares
