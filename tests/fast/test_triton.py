@@ -19,7 +19,7 @@ from conftest import also, one_in, tiny_llama
 from support import architectures
 from support.gpu_kernels import calls
 from support.references import interpreted, references
-from support.tiny import PROMPTS, engine
+from support.tiny import DRAFTERS, PROMPTS, engine
 from test_fused import fails, made, passed, unfused
 from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +35,7 @@ from specexp.models.load import of_module
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import TOKEN, Noise, Sampling
 from specexp.sequences import Sequences
+from specexp.serving.engine_rows import EngineRows
 from specexp.tree import Tree
 
 TESTS = Path(__file__).parents[1]
@@ -224,6 +225,22 @@ def test_rule_writes_a_number_for_every_token_of_the_vocabulary(rule, temperatur
         numbers[kernels] = largest.numbers
     assert numbers[True] < V
     assert numbers[False] >= logits.numel() or (temperature == 0 and rule.samples)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_served_rounds_are_captured_anew_as_texts_grow(kind, monkeypatch):
+    """All but those whose models have a module that reads every slot of a window."""
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    with interpreted():
+        made = engine(kind, "chain", "match", temperature=0.9, dtype=torch.float32)
+        rows = EngineRows(made, 2, 256, 5)
+    windows = set()
+    made.run = lambda seqs, tree: windows.add(seqs.tokens.shape[1])
+    for longest in (10, 90, 200):
+        rows.round([4, 4], longest, Tree.chain(4))
+    grows = kind in ("mtp", "dspark")  # a layer of the target's class; a block with windows
+    assert len(windows) == (3 if grows else 1)
 
 
 @pytest.mark.interpreter
