@@ -13,7 +13,7 @@ from torch import Tensor
 from specexp import fitting, objects
 from specexp.errors import UserError
 from specexp.ops import op
-from specexp.sampling import RESIDUAL, TOKEN, Rng
+from specexp.sampling import TOKEN, Rng
 from specexp.sequences import Draft, Verdict
 
 
@@ -209,7 +209,7 @@ def with_bonus(draft: Draft, path: Tensor, n: Tensor, after: Tensor, rng: Rng) -
     the bonus token is drawn if a node is the last one accepted."""
     stop = path.gather(1, n[:, None])
     law = torch.take_along_dim(after, stop[..., None], 1)[:, 0]
-    bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
+    bonus = rng.uncoupled(law, draft.keys.gather(1, stop)[:, 0])
     return draft.judged(path, n, bonus)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specexp import fitting
@@ -19,6 +20,7 @@ from specexp.errors import UserError
 from specexp.ops import op
 
 TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes of noise; ACCEPT uses one lane per sibling
+PART = 1024  # tokens that are raced together in `Rng.uncoupled`
 _GOLDEN = -0x61C8864680B583EB
 
 
@@ -68,6 +70,10 @@ class Rng(Protocol):
         """int64 [...]: a token with probability proportional to w; `purpose` separates draws at one
         key."""
 
+    def uncoupled(self, w: Tensor, keys: Tensor) -> Tensor:
+        """int64 [...]: as `categorical`, for a draw that no other should agree with; one at each
+        key. It takes less noise."""
+
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
         """int64 [..., k]: tokens drawn without replacement, in order; those of weight 0 last."""
 
@@ -95,7 +101,7 @@ class Noise:
         return _signed((self.seed * 8 + purpose) * 0x9E3779B97F4A7C15 % (1 << 64))
 
     def uniform(self, keys: Tensor, purpose: int, lanes: Tensor) -> Tensor:
-        """float32 in (0, 1], fine-grained near 0, for keys [...] and lanes [L]: [..., L]."""
+        """float32 in (0, 1], fine-grained near 0, for keys [...] and lanes [L] or [..., L]."""
         at = mix(keys + self.salt(purpose))
         bits = mix(at[..., None] + lanes * _GOLDEN) & 0x7FFFFFFFFFFFFFFF
         return (bits.float() + 0.5) * 2.0**-63
@@ -104,9 +110,12 @@ class Noise:
     def race(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         """w [..., V] divided by exponential arrival times: the argmax is a draw from w, and the k
         largest are k draws without replacement."""
-        lanes = torch.arange(w.shape[-1], device=w.device)
-        u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)  # keeps arrivals finite
-        return w / -torch.log1p(-u)
+        return w / self.arrivals(keys, purpose, torch.arange(w.shape[-1], device=w.device))
+
+    def arrivals(self, keys: Tensor, purpose: int, lanes: Tensor) -> Tensor:
+        """Exponential arrival times, finite and above 0, for keys [...] and lanes [..., L]."""
+        u = self.uniform(keys, purpose, lanes).clamp(max=1 - 2**-24)
+        return -torch.log1p(-u)
 
     def bernoulli(self, p: Tensor, keys: Tensor, lane: int) -> Tensor:
         u = self.uniform(keys, ACCEPT, torch.full((1,), lane, device=p.device))[..., 0]
@@ -116,6 +125,18 @@ class Noise:
     def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         """A draw from w, where the race is won."""
         return likeliest(self.race(w, keys, purpose))
+
+    @op
+    def uncoupled(self, w: Tensor, keys: Tensor) -> Tensor:
+        """Parts of the vocabulary race by their sums, then the tokens of the part that won."""
+        size, device = min(PART, w.shape[-1]), w.device
+        parts = F.pad(w, (0, -w.shape[-1] % size)).unflatten(-1, (-1, size))
+        part, token = (torch.arange(n, device=device) for n in parts.shape[-2:])
+        won = likeliest(parts.sum(-1) / self.arrivals(keys, RESIDUAL, ~part))[..., None]
+        its = torch.take_along_dim(parts, won[..., None], -2)[..., 0, :]
+        tokens = won * size + token
+        first = likeliest(its / self.arrivals(keys, RESIDUAL, tokens))[..., None]
+        return tokens.gather(-1, first)[..., 0]
 
     @op
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
@@ -134,6 +155,9 @@ class Certain:
         return p > 0.5
 
     def categorical(self, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
+        return likeliest(w)
+
+    def uncoupled(self, w: Tensor, keys: Tensor) -> Tensor:
         return likeliest(w)
 
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:

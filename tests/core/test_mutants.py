@@ -15,6 +15,7 @@ from fractions import Fraction
 import pytest
 import torch
 from conftest import one_in
+from scipy.stats import chisquare
 from support import architectures
 from support.oracle import explore, gap, surprise, warp
 from support.toys import PROCESSED, processed_toy, texts, toy_engine
@@ -221,6 +222,20 @@ def edges() -> None:
         assert ((u > 0) & (u <= 1)).all()
 
 
+def parts() -> None:
+    """Of 20 tokens in parts of 8, of which the last has four."""
+    keys, w = mix(torch.arange(40_000)), torch.arange(20.0) % 7
+    w[0] = 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specexp.sampling.PART", 8)
+        drawn = Noise(1).uncoupled(w.expand(len(keys), -1), keys)
+    counts = torch.bincount(drawn, minlength=20)
+    assert (counts[w == 0] == 0).all()
+    some = w > 0
+    expected = w[some].double() / w.sum() * len(keys)
+    assert chisquare(counts[some].numpy(), expected.numpy()).pvalue > 1e-6
+
+
 def addresses() -> None:
     seqs = Sequences.of([[1, 2, 3], [1, 2, 3], [1, 2]], 4, slack=3, streams=[0, 1, 0])
     at = seqs.keys(torch.tensor([[0, 1, 1]]))
@@ -280,7 +295,7 @@ def keys_in_rings() -> None:
 
 CHECKS = {
     f.__name__: f
-    for f in (shape, precision, edges, addresses, law_on_chains, law_on_trees,
+    for f in (shape, precision, edges, parts, addresses, law_on_chains, law_on_trees,
               law_of_chosen_tokens, law_of_match, law_with_eos, law_of_batches, law_when_shaped,
               law_when_processed, law_when_sampled, law_of_block, law_of_block_when_sampled,
               gain_of_block, bias_of_lossy_rules, typical_by_hand, speed, overlap, counts,
@@ -465,8 +480,12 @@ MUTANTS = [
     Mutant("residual of the next row", *reject,
            {RETURN: RETURN.replace("left", "left.roll(-1, 1)")},
            "law_on_chains"),
-    Mutant("residual on the draft token's noise", rules, "with_bonus", {", RESIDUAL)": ", TOKEN)"},
-           "law_when_sampled"),
+    Mutant("residual on the draft token's noise", Noise, "uncoupled",
+           {"RESIDUAL, tokens": "TOKEN, tokens"}, "law_when_sampled"),
+    Mutant("a part of the vocabulary as likely as any other", Noise, "uncoupled",
+           {"parts.sum(-1)": "(parts.sum(-1) > 0).float()"}, "parts"),
+    Mutant("a part and its tokens share their noise", Noise, "uncoupled", {"~part": "part"},
+           "parts"),
     Mutant("bonus from q", *reject, last(f"torch.where({FULL}, draft.q[:, -2], owed)"),
            "law_on_chains"),
     Mutant("bonus of the first row", *reject, last(f"torch.where({FULL}, p[:, 0], owed)"),
@@ -576,14 +595,14 @@ MUTANTS = [
            {"u <= p": "u < p"}, "edges"),
     Mutant("uniforms that can be nothing", Noise, "uniform", {"bits.float() + 0.5": "bits.float()"},
            "edges"),
-    Mutant("a certain token lost to an endless race", Noise, "race", {".clamp(max=1 - 2**-24)": ""},
-           "edges"),
+    Mutant("a certain token lost to an endless race", Noise, "arrivals",
+           {".clamp(max=1 - 2**-24)": ""}, "edges"),
     Mutant("a sum of probabilities that stops short of one", Noise, "categorical",
            {"likeliest(self.race(w, keys, purpose))":
             "(w.cumsum(-1) < self.uniform(keys, purpose, torch.arange(1))).sum(-1)"}, "edges"),
     Mutant("uniforms of 24 bits", Noise, "uniform",
            {"& 0x7FFFFFFFFFFFFFFF": "& 0x7FFFFF8000000000"}, "precision"),
-    Mutant("early arrivals rounded", Noise, "race",
+    Mutant("early arrivals rounded", Noise, "arrivals",
            {"-torch.log1p(-u)": "-torch.log(1 - u)"}, "precision"),
     Mutant("rows share their noise", Noise, "keys",
            {"mix(stream)": "mix(0 * stream)"}, "addresses"),

@@ -33,7 +33,13 @@ HANDED_OVER = (  # by modules
 )  # fmt: skip
 SCANS = Scan.convolution, Scan._scan, Walk.convolution, Walk.recurrence
 COMPILED = lm.product, lm.spoil, *SCANS
-SLOWEST = {Noise.race, Noise.categorical, engine.judged, Suffix.propose}  # of the interpreted
+SLOWEST = {
+    Noise.race,
+    Noise.categorical,
+    Noise.uncoupled,
+    engine.judged,
+    Suffix.propose,
+}  # of the interpreted
 
 
 def registered() -> list[object]:
@@ -69,13 +75,14 @@ def test_kernel_matches_reference(operation, kernel, how):
     ("operation", "many"),
     [
         *one_in(3, itertools.product((Sampling.law, engine.judged), (1, 4096))),
-        *((operation, 1) for operation in (ranked, Noise.draw)),
+        *((operation, 1) for operation in (ranked, Noise.draw, Noise.uncoupled)),
     ],
 )
 def test_vocabulary_read_in_blocks_matches_reference(operation, many, monkeypatch):
     """Blocks of 8 tokens, of which a program takes several or one; what is not written is not
     read."""
     laws = importlib.import_module("specexp.fast.gpu.laws")
+    monkeypatch.setattr("specexp.sampling.PART", 8)
     for name, value in {"BLOCK": 8, "MANY": many}.items():
         monkeypatch.setattr(laws, name, value)
     device = "cuda" if WITH_GPU else "cpu"

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -232,6 +233,7 @@ def test_rule_writes_a_number_for_every_token_of_the_vocabulary(rule, temperatur
 def test_served_rounds_are_captured_anew_as_texts_grow(kind, monkeypatch):
     """All but those whose models have a module that reads every slot of a window."""
     monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    monkeypatch.setattr(fused, "_FUSED", WeakKeyDictionary())  # compiled by other tests
     with interpreted():
         made = engine(kind, "chain", "match", temperature=0.9, dtype=torch.float32)
         rows = EngineRows(made, 2, 256, 5)

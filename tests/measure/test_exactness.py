@@ -21,7 +21,7 @@ from specexp.models.load import of_module
 from specexp.models.processors import NoRepeatNgram, Processors, RepetitionPenalty
 from specexp.policy import Fixed
 from specexp.rules import Match, Reject, Typical, follow, normalised
-from specexp.sampling import ACCEPT, RESIDUAL, Sampling
+from specexp.sampling import ACCEPT, Sampling
 from specexp.tree import Tree
 
 PROMPTS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 1, 2, 3, 7, 8]]
@@ -231,7 +231,7 @@ class Uncorrected(Reject):
         verdict = super().__call__(draft, p, rng)
         stop = verdict.path.gather(1, verdict.n[:, None])
         law = p.gather(1, stop[..., None].expand(-1, 1, p.shape[-1]))[:, 0]
-        bonus = rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
+        bonus = rng.uncoupled(law, draft.keys.gather(1, stop)[:, 0])
         return draft.judged(verdict.path, verdict.n, bonus)
 
 
@@ -260,9 +260,7 @@ class Unreduced(Reject):
         stop = path.gather(1, n[:, None])
         owed = normalised((p - draft.q).clamp(min=0), p)
         law = owed.gather(1, stop[..., None].expand(-1, 1, p.shape[-1]))[:, 0]
-        return draft.judged(
-            path, n, rng.categorical(law, draft.keys.gather(1, stop)[:, 0], RESIDUAL)
-        )
+        return draft.judged(path, n, rng.uncoupled(law, draft.keys.gather(1, stop)[:, 0]))
 
 
 class Favourite(Typical):

@@ -124,6 +124,7 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
         yield Call(f"{k} drawn", Noise.draw, (noise, p, k, keys), 4 * p.numel())
     yield Call("race", Noise.race, (noise, p, keys, 1), 8 * p.numel())
     yield Call("categorical", Noise.categorical, (noise, p, keys, 1), 4 * p.numel())
+    yield Call("uncoupled", Noise.uncoupled, (noise, p, keys), 4 * p.numel())
     seqs, chain = Sequences.empty(B, S, device=device), Tree.chain(n - 1)
     ways: list[tuple[str, Rule, Any, Tree]] = [
         ("match", Match(), None, chain), ("reject of chosen tokens", Reject(), None, chain),

@@ -191,6 +191,15 @@ def race(dice: Dice) -> Case:
     return Case((noise, dice.odd(w), keys, purpose), near=ROUNDED)
 
 
+def uncoupled(dice: Dice) -> Case:
+    """Of one part and of several."""
+    noise, w, keys, _ = race(dice).args
+    if dice.often():
+        w = w.repeat_interleave(dice.choice([64, 300]), -1)
+        w[..., dice.randint(0, 900) :: dice.randint(1, 4)] = 0
+    return Case((noise, w, keys))
+
+
 def draw(dice: Dice) -> Case:
     """As many as have weights: of those without, torch's order is not said."""
     noise, w, keys, _ = race(dice).args
@@ -275,6 +284,8 @@ def judged(dice: Dice, tree: Tree, nodes: Nodes, B: int) -> tuple[Draft, Tensor]
     """A draft and the target's p: draft tokens that were drawn or chosen, twins among siblings, or
     none; q like p, or far from it, or none, or so large that nothing of p is left."""
     N, V = len(tree), dice.choice([2, 5, 17, 40])
+    if B < 5 and dice.random() < 0.1:
+        V = 2 * sampling.PART + 40
     p, away = dice.logits(B, N, V).softmax(-1), dice.logits(B, N, V).softmax(-1)
     behind = dice.choice([p, away, (p + away) / 2, torch.ones_like(p)])
     seqs = Sequences(
@@ -650,6 +661,7 @@ INPUTS: dict[Callable[..., Any], Callable[[Dice], Case]] = {
     sampling.ranked: ranked,
     Noise.race: race,
     Noise.categorical: race,
+    Noise.uncoupled: uncoupled,
     Noise.draw: draw,
     Sampling.law: law,
     Sequences.places: places,

@@ -65,6 +65,9 @@ class Oracle:
         alike = (w[:, :, None] == w[:, None]).all(-1) & (keys[:, :, None] == keys[:, None])
         return drawn.gather(1, alike.int().argmax(-1))
 
+    def uncoupled(self, w: Tensor, keys: Tensor) -> Tensor:
+        return self._ask(w)
+
     def draw(self, w: Tensor, k: int, keys: Tensor) -> Tensor:
         """Tokens of weight 0, once nothing else is left, come in any order."""
         orders = torch.tensor(list(itertools.permutations(range(w.shape[-1]), k)))

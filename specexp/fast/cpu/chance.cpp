@@ -9,6 +9,7 @@
 #include <vector>
 
 constexpr int64_t MUCH = 1 << 16, LUMP = 1 << 12; // numbers worth several threads; of one task
+constexpr int64_t PART = 1024;                     // see sampling.py
 constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15;
 
 // See sampling.mix.
@@ -36,9 +37,9 @@ static inline void put(vec out, float *y, int64_t count) {
     else memcpy(y, &out, count * sizeof *y);
 }
 
-// Returns the sum of w [size] and, if that is positive, scales w to sum 1. Parts are summed first,
-// because a small number that is added to a large sum is rounded away.
-static float scaled(int64_t size, float *w) {
+// The sum of w [size]. Parts are summed first, because a small number that is added to a large sum
+// is rounded away.
+static float total(int64_t size, const float *w) {
     vec sums = {};
     for (int64_t i = 0, end; i < size; i = end) {
         vec part = {};
@@ -46,9 +47,14 @@ static float scaled(int64_t size, float *w) {
         for (int64_t j = i; j < end; j += LANES) part += filled(w + j, size - j, 0);
         sums += part;
     }
-    const float total = sum(sums);
-    for (int64_t i = 0; total > 0 && i < size; i++) w[i] /= total;
-    return total;
+    return sum(sums);
+}
+
+// Returns the sum of w [size] and, if that is positive, scales w to sum 1.
+static float scaled(int64_t size, float *w) {
+    const float all = total(size, w);
+    for (int64_t i = 0; all > 0 && i < size; i++) w[i] /= all;
+    return all;
 }
 
 // p [size]: Sampling.law of logits x.
@@ -87,11 +93,13 @@ static void law(int64_t rows, int64_t size, int64_t threads, int64_t top_k, floa
         filtered_softmax(size, top_k, temperature, top_p, logits + i, p + i);
 }
 
-// out = w / arrival times, for lanes from..to-1; see Noise.race.
-static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, float *out) {
+// out = w / arrival times, for numbers from..to-1, whose lanes are i or, with `parts`, ~i; see
+// Noise.race and Noise.uncoupled.
+static void run_race(int64_t from, int64_t to, uint64_t at, const float *w, float *out,
+                     bool parts = false) {
     for (int64_t i = from; i < to; i += LANES) {
         vec u;
-        for (int t = 0; t < LANES; t++) u[t] = uniform(at, i + t);
+        for (int t = 0; t < LANES; t++) u[t] = uniform(at, parts ? ~(i + t) : i + t);
         const vec latest = vec{} + (1 - 0x1p-24f);
         put(filled(w + i, to - i, 0) / arrival(u < latest ? u : latest), out + i, to - i);
     }
@@ -149,10 +157,19 @@ struct DraftRow {
 
     void keep(int64_t count, int64_t node) const { path[count] = node, out[count - 1] = tokens[node]; }
 
+    // A token drawn from `law`, as by Noise.uncoupled. at: the hash of the sum of key and salt.
+    int64_t drawn_from(const float *law, uint64_t at) const {
+        const int64_t parts = (size + PART - 1) / PART;
+        for (int64_t i = 0; i < parts; i++) room[i] = total(std::min(PART, size - i * PART), law + i * PART);
+        run_race(0, parts, at, room, room, true);
+        const int64_t first = largest(room, parts) * PART, end = std::min(first + PART, size);
+        run_race(first, end, at, law, room);
+        return first + largest(room + first, end - first);
+    }
+
     // Ends the verdict after `count` accepted tokens, with a bonus token drawn from `law`.
     void end(int64_t count, const float *law) const {
-        run_race(0, size, mix(keys[path[count]] + residual_salt), law, room);
-        std::fill(out + count, out + places, largest(room, size));
+        std::fill(out + count, out + places, drawn_from(law, mix(keys[path[count]] + residual_salt)));
         std::fill(path + count, path + places, path[count]);
         *n = count;
     }

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.gpu.launches import blocks_of, dependent_launch, power_of_2, wait_for_previous
-from specexp.sampling import Sampling
+from specexp.sampling import PART, Sampling
 
-BLOCK = 1024  # tokens
+BLOCK = PART  # tokens
 MANY = 64  # rows that keep a large GPU busy, even if a program takes several blocks
 BITS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 20}  # leading bits used as float32
 

@@ -106,6 +106,7 @@ else:
         ranked: sampling.ranked,
         Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
+        Noise.uncoupled: sampling.uncoupled,
         Noise.draw: sampling.draw_few,
         Sampling.law: laws.law,
         rules.follow: paths.follow,

@@ -39,7 +39,16 @@ from specexp.fast.gpu.paths import (
     tree_sizes,
     walkable,
 )
-from specexp.fast.gpu.sampling import arrival, best_put, draw, floats, put_best, put_none, uniform
+from specexp.fast.gpu.sampling import (
+    arrival,
+    best_of,
+    best_put,
+    draw,
+    floats,
+    put_none,
+    put_part,
+    uniform,
+)
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, likeliest
 from specexp.sequences import Draft, Verdict
@@ -264,23 +273,21 @@ def accept_prefix_kernel(
 
 
 @triton.jit
-def race_residual(
-    logits, laws, q, notes, bests, place, block, last, key, stride, scale, lenience,
-    salt, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
-    DRAWN: tl.constexpr, REFUSED: tl.constexpr,
+def left_of_p(
+    logits, laws, q, notes, place, token, last, refused, stride, scale, lenience, K: tl.constexpr,
+    V: tl.constexpr, COUNT: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """`put_best` of a block, in the race for the residual at a node after its child `last` was
-    rejected or, without REFUSED, before that."""
-    token = block * BLOCK + tl.arange(0, BLOCK)
+    """At these tokens, 0 from V on: the residual at a node after its child `last` was rejected or,
+    unless `refused`, before that; not normalised."""
     real = token < V
     p, d = residuals(
         logits, laws, q, notes, place, token, real, last, stride, scale, lenience, K, V, COUNT,
         DRAWN,
     )  # fmt: skip
-    if REFUSED & (last >= 0):
+    if refused & (last >= 0):
         note = notes + last * 4
         p = unscaled_residuals(p, d, token, note, tl.load(note + 2), lenience)[0]
-    put_best(bests, block, tl.where(real, p / arrival(key, salt, token), -1.0), token)
+    return tl.where(real, p, 0.0)
 
 
 @triton.jit
@@ -292,7 +299,7 @@ def bonus_kernel(
 ):  # fmt: skip
     """Write to new [B, D] a row's bonus token, drawn from the residual at the end of its path or,
     if that is 0 everywhere, from the one before the last rejection. If p is NaN, any token. A
-    program owns a block of a row's vocabulary."""
+    program owns a block of a row's vocabulary; the draw is uncoupled (sampling.py)."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n, stop = tl.load(ends + row * 4), tl.load(ends + row * 4 + 1)
@@ -300,23 +307,33 @@ def bonus_kernel(
     key = tl.load(keys + place)
     notes += place * K * 4
     bests += row * COUNT * 2
+    at = tl.arange(0, BLOCK)
     if all_zero(laws, place, block, scale, COUNT):
         put_none(bests, block)
     else:
-        race_residual(
-            logits, laws, q, notes, bests, place, block, last, key, stride, scale, lenience, salt,
-            K, V, BLOCK, COUNT, DRAWN, True,
+        w = left_of_p(
+            logits, laws, q, notes, place, block * BLOCK + at, last, True, stride, scale, lenience,
+            K, V, COUNT, DRAWN,
         )  # fmt: skip
+        put_part(bests, block, w, key, salt)
     if is_last(ended, row, COUNT):
-        some, winner = best_put(bests, COUNT, ROOM)
-        if (last >= 0) & (some <= 0):  # by rounding: x was rejected though p is nowhere above q
+        some, part = best_put(bests, COUNT, ROOM)
+        refused = some > 0  # else by rounding: x was rejected though p is nowhere above q
+        if (last >= 0) & (some <= 0):
             for other in range(COUNT):
-                race_residual(
-                    logits, laws, q, notes, bests, place, other, last, key, stride, scale,
-                    lenience, salt, K, V, BLOCK, COUNT, DRAWN, False,
+                w = left_of_p(
+                    logits, laws, q, notes, place, other * BLOCK + at, last, False, stride, scale,
+                    lenience, K, V, COUNT, DRAWN,
                 )  # fmt: skip
+                put_part(bests, other, w, key, salt)
             tl.debug_barrier()
-            winner = best_put(bests, COUNT, ROOM)[1]
+            part = best_put(bests, COUNT, ROOM)[1]
+        token = part * BLOCK + at
+        w = left_of_p(
+            logits, laws, q, notes, place, token, last, refused, stride, scale, lenience, K, V,
+            COUNT, DRAWN,
+        )  # fmt: skip
+        winner = best_of(tl.where(token < V, w / arrival(key, salt, token), -1.0), token)[1]
         level = tl.arange(0, LEVELS)
         bonus = tl.minimum(winner, V - 1).to(tl.int64)
         tl.store(new + row * D + level, bonus, (level >= n) & (level < D))
@@ -338,7 +355,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
         return NotImplemented
     keys, tokens = draft.keys.contiguous(), draft.tokens.contiguous()
     if type(rule) is Match or N == 1:
-        purpose = TOKEN if type(rule) is Match else RESIDUAL
+        purpose = TOKEN if type(rule) is Match else None
         return follow(draft, draw(noise, rows, laws, sampling, keys, purpose))
 
     whole, result = type(rule) is Block, empty_verdict(draft)

@@ -4,7 +4,8 @@ The references write the noise of all tokens, and read it again; here none is wr
 `Noise`: uniforms are equal to the bit, arrival times up to a few units in the last place. A program
 owns a block of a row [rows, V], so that even one row keeps a GPU busy, and writes the block's best
 to `bests` [rows, COUNT, 2]. The last program of a row to finish takes the best of these. Among
-equals the lowest token wins, as in the references.
+equals the lowest token wins, as in the references. Of a draw that is uncoupled, blocks are the
+parts: a program writes its own arrival, and the last one races the tokens of the part that won.
 
 The K largest lie in the K groups of tokens whose maxima are largest. So a program writes only the
 maximum of each group, and the last program of a row reads the tokens of K groups again.
@@ -28,7 +29,7 @@ from specexp.fast.gpu.laws import (
     logit_scale,
     weight,
 )
-from specexp.sampling import TOKEN, Noise, Sampling
+from specexp.sampling import RESIDUAL, TOKEN, Noise, Sampling
 
 GROUP = 128  # tokens
 MOST = 32  # the largest k of `ranked`
@@ -95,6 +96,14 @@ def put_best(bests, block, value, token):
 
 
 @triton.jit
+def put_part(bests, block, w, key, salt):
+    """`put_best` in the race of blocks by the sums of their weights w; see Noise.uncoupled."""
+    mine = tl.sum(w, 0) / arrival(key, salt, tl.full([], -1, tl.int32) - block)
+    tl.store(bests + block * 2, mine.to(tl.int32, bitcast=True))
+    tl.store(bests + block * 2 + 1, block)
+
+
+@triton.jit
 def put_none(bests, block):
     """`put_best` for a block in which no token has a chance."""
     tl.store(bests + block * 2, -0x80000000)
@@ -117,16 +126,30 @@ def order(x):
 
 
 @triton.jit
+def weights_of(
+    w, laws, row, token, stride, scale, V: tl.constexpr, COUNT: tl.constexpr,
+    BY_LOGITS: tl.constexpr,
+):  # fmt: skip
+    """The weights of these tokens in `draw_kernel`; any below V only."""
+    its = tl.load(w + row * stride + token, token < V, other=0.0).to(tl.float32)
+    if BY_LOGITS:  # to what p is proportional
+        its = weight(its, token, laws + row * (4 + COUNT), scale)
+    return its
+
+
+@triton.jit
 def draw_kernel(
     w, laws, keys, bests, out, ended, salt, n, keys_b, keys_n, stride, scale,
     V: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr,
-    BY_LOGITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BY_LOGITS: tl.constexpr, COUPLED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Noise.categorical: writes to out [rows] a token drawn by the weights w [rows, V] of each row.
-    BY_LOGITS: w are logits, drawn by their `laws` (laws.py). If weights are NaN, any token."""
+    """Noise.categorical or, without COUPLED, Noise.uncoupled: writes to out [rows] a token drawn by
+    the weights w [rows, V] of each row. BY_LOGITS: w are logits, drawn by their `laws` (laws.py).
+    If weights are NaN, any token."""
     wait_for_previous(DEPENDENT)
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bests += row * COUNT * 2
+    key = tl.load(keys + row // n * keys_b + row % n * keys_n)
     skip = block < 0
     if BY_LOGITS:
         skip = all_zero(laws, row, block, scale, COUNT)
@@ -134,13 +157,19 @@ def draw_kernel(
         put_none(bests, block)
     else:
         token = block * BLOCK + tl.arange(0, BLOCK)
-        its = tl.load(w + row * stride + token, token < V, other=0.0).to(tl.float32)
-        if BY_LOGITS:  # to what p is proportional
-            its = weight(its, token, laws + row * (4 + COUNT), scale)
-        key = tl.load(keys + row // n * keys_b + row % n * keys_n)
-        put_best(bests, block, tl.where(token < V, its / arrival(key, salt, token), -1.0), token)
+        its = weights_of(w, laws, row, token, stride, scale, V, COUNT, BY_LOGITS)
+        if COUPLED:
+            its = tl.where(token < V, its / arrival(key, salt, token), -1.0)
+            put_best(bests, block, its, token)
+        else:
+            put_part(bests, block, tl.where(token < V, its, 0.0), key, salt)
     if is_last(ended, row, COUNT):
         winner = best_put(bests, COUNT, ROOM)[1]
+        if not COUPLED:
+            token = winner * BLOCK + tl.arange(0, BLOCK)
+            its = weights_of(w, laws, row, token, stride, scale, V, COUNT, BY_LOGITS)
+            its = tl.where(token < V, its / arrival(key, salt, token), -1.0)
+            winner = best_of(its, token)[1]
         tl.store(out + row, tl.minimum(winner, V - 1).to(tl.int64))
 
 
@@ -283,17 +312,26 @@ def categorical(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
     return draw(self, w, None, Sampling(), keys, purpose)
 
 
+def uncoupled(self: Noise, w: Tensor, keys: Tensor) -> Tensor:
+    if not drawable(self, w, keys):
+        return NotImplemented
+    return draw(self, w, None, Sampling(), keys, None)
+
+
 def draw(
-    noise: Noise, w: Tensor, laws: Tensor | None, sampling: Sampling, keys: Tensor, purpose: int
-) -> Tensor:
-    """Tokens like keys, int64, drawn by weights w [..., V], or by logits w and their `laws`."""
+    noise: Noise, w: Tensor, laws: Tensor | None, sampling: Sampling, keys: Tensor,
+    purpose: int | None,
+) -> Tensor:  # fmt: skip
+    """Tokens like keys, int64, drawn by weights w [..., V], or by logits w and their `laws`.
+    purpose: None for an uncoupled draw."""
     rows = keys.numel()
     tile = by_blocks(w)
     bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
     draw_kernel[rows, tile["COUNT"]](
         w, w if laws is None else laws, keys, bests, tokens, counters(w.device, rows),
-        noise.salt(purpose), *key_layout(keys), w.stride(-2),
-        logit_scale(sampling) if sampling.temperature else 1.0, BY_LOGITS=laws is not None, **tile,
+        noise.salt(purpose or RESIDUAL), *key_layout(keys), w.stride(-2),
+        logit_scale(sampling) if sampling.temperature else 1.0, BY_LOGITS=laws is not None,
+        COUPLED=purpose is not None, **tile,
     )  # fmt: skip
     return tokens
