@@ -7,6 +7,7 @@ tokens are repaired: only its acceptance shows it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,14 @@ class Checked:
         accepted, count = self.samples[[f"{of}accepted_tokens", f"{of}{below}"]].sum()
         return float(accepted / count) if count else 0.0
 
+    @cached_property
     def missing(self) -> Interval:
         """Accepted tokens a draft on the server minus those here, paired by prompt."""
         names = ("accepted_tokens", "drafts", "here_accepted_tokens", "here_drafts")
         draws = statistics.difference_draws(*(self.samples[name] for name in names))
         return statistics.simultaneous([draws])[0]
 
+    @cached_property
     def speedup(self) -> Interval | None:
         """Over the second server, from prompts with two tokens or more; None without one."""
         if "plain_s" not in self.samples:
@@ -70,7 +73,7 @@ class Checked:
         names = {"per_draft": "drafts", "rate": "draft_tokens", "share": "tokens"}
         sides = ("", "here_")
         each = {f"{of}{n}": self._over(of, below) for n, below in names.items() for of in sides}
-        intervals = {"missing": self.missing(), "speedup": self.speedup()}
+        intervals = {"missing": self.missing, "speedup": self.speedup}
         return each | self.exactness.metrics | {
             f"{name}{end}": value
             for name, interval in intervals.items() if interval
@@ -102,7 +105,7 @@ class Checked:
         if not self.drafts:
             said.append("acceptance: the server drafted nothing: is speculative decoding on?")
         else:
-            on, off = self.figures(), self.missing()
+            on, off = self.figures(), self.missing
             clear = (
                 "certainly fewer: its drafts or its rule differ" if off.high < 0 else
                 "certainly more: its drafter differs" if off.low > 0 else "no clear difference"
@@ -114,8 +117,9 @@ class Checked:
                 f"acceptance: {on['share']:.0%} of all tokens, {on['here_share']:.0%} here",
             ]
         said.append(f"speed: {1e3 * tpot:.2f} ms a token after the first, TTFT {1e3 * ttft:.0f} ms")
-        if speedup := self.speedup():
-            said.append(f"speedup over the plain server: {speedup}, {statistics.verdict(speedup)}")
+        if self.speedup:
+            over = f"{self.speedup}, {statistics.verdict(self.speedup)}"
+            said.append(f"speedup over the plain server: {over}")
         return said
 
 

@@ -13,6 +13,7 @@ from specexp.commands import app
 from specexp.decision.check import check
 from specexp.decision.server import Server
 from specexp.errors import UserError
+from specexp.measure import statistics
 from specexp.measure.prompts import Prompt
 
 TEXTS = ["a b c a b c", "def mean(values):", "for x in range(3):\n", "import os\nimport"]
@@ -108,7 +109,13 @@ def pairing():
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
-def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind):
+def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind, monkeypatch):
+    calls = Counter()
+    for name in ("difference_draws", "speedup"):
+        own = getattr(statistics, name)
+        monkeypatch.setattr(
+            statistics, name, lambda *data, own=own: calls.update([own.__name__]) or own(*data)
+        )
     plain = Server(serving(pairing.with_(drafter="plain"), kind))
     found = check(Server(serving(pairing, kind)), pairing, SHORT, TOKENS, plain)
     assert found.exactness.bugs == 0
@@ -118,18 +125,19 @@ def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind
         assert list(samples[name]) == list(samples[f"here_{name}"])
     assert samples["drafts"].sum() > 4
     assert list(found.positions["server"]) == list(found.positions["here"])
-    assert found.missing().value == 0
-    assert found.speedup().low < found.speedup().high
+    assert found.missing.value == 0
+    assert found.speedup.low < found.speedup.high
     said = " ".join(found.lines())
     assert "text: the target's in 4 of 4 prompts" in said
     assert "no clear difference" in said
     assert "speedup over the plain server: " in said
+    assert calls == {"difference_draws": 1, "speedup": 1}, "an interval is computed once"
 
 
 def test_drafts_that_are_worse_than_here_show_in_the_acceptance_alone(serving, pairing):
     found = check(Server(serving(pairing, most=1)), pairing, PROMPTS, TOKENS)
     assert found.exactness.bugs == 0, "rejected drafts are repaired"
-    assert found.missing().high < 0
+    assert found.missing.high < 0
     assert "certainly fewer: its drafts or its rule differ" in " ".join(found.lines())
     assert found.positions["server"][1] == 0 < found.positions["here"][1]
 
