@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from specexp.figures import style
 from specexp.figures.pairings import speedup_panel
 from specexp.measure.summaries import doubt_of_speedups
+from specexp.measure.under_load.served import worst
 from specexp.serving.policies import is_fixed
 
 SHOWN = {
@@ -55,7 +56,7 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
             axes.set_xlabel("concurrent streams")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         middle.set_ylabel("tokens/s, plain decoding = 1")
-        right.set(ylabel="regret: share of tokens/s lost",
+        right.set(ylabel="regret: share of tokens/s lost (below 0: gained)",
                   ylim=(None, min(right.get_ylim()[1], 0.5)))  # fmt: skip
         style.per_cent(right)
         style.title(figure, _verdict(rates, regrets) + doubt_of_speedups(rates))
@@ -73,10 +74,12 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
         each = [f"{style.times(row, 'speedup')} with {row['load']}" for row in outer]
         parts.append(f"{always[-1]}: {' and '.join(each)} streams")
     if len(aware):
-        worst = aware.loc[aware.groupby("policy", sort=False)["regret"].idxmax()]
-        shares = worst.rename(columns={"regret": "value"}).to_dict("records")
-        each = [f"{row['policy']} {style.share(row)}" for row in shares]
-        parts.append(f"largest regret of {', '.join(each)}")
+        each = [
+            f"{name} {style.share({'value': value, 'low': low, 'high': high})} lost" if value >= 0
+            else f"{name} {style.share({'value': -value, 'low': -high, 'high': -low})} gained"
+            for name, value, low, high in worst(aware).itertuples()
+        ]  # fmt: skip
+        parts.append(f"at worst, against the best fixed policy: {', '.join(each)}")
     return "; ".join(parts)
 
 

@@ -32,7 +32,8 @@ def test_closed_loops_title_matches_its_table(tmp_path):
     both = pd.concat([few.assign(load=1), more.assign(load=9)])
     figure = figures.under_load.closed_loops(under_load.rates(both), under_load.regrets(both))
     assert drawn(figure, tmp_path) == (
-        "always:3: 2.00x with 1 and 0.50x with 9 streams; largest regret of goodput 5% [5, 5]"
+        "always:3: 2.00x with 1 and 0.50x with 9 streams; "
+        "at worst, against the best fixed policy: goodput 5% [5, 5] lost"
     )
     rate, ratio, regret = figure.axes
     assert drawn_of(rate) == {"plain": [10, 80], "always:3": [20, 40], "goodput": [19, 77]}
@@ -43,7 +44,7 @@ def test_closed_loops_title_matches_its_table(tmp_path):
     for name in ("bandit", "mine:Cautious", "always_mine:Cautious"):  # one's own is load-aware, too
         aware = pd.concat([both, both[both["policy"] == "goodput"].assign(policy=name)])
         figure = figures.under_load.closed_loops(under_load.rates(aware), under_load.regrets(aware))
-        assert f"largest regret of goodput 5% [5, 5], {name} 5% [5, 5]" in drawn(figure, tmp_path)
+        assert f"goodput 5% [5, 5] lost, {name} 5% [5, 5] lost" in drawn(figure, tmp_path)
         assert len(figure.axes[2].containers) == 2
     for axes in figure.axes[:2]:  # intervals at one load do not hide each other
         places = [bars.lines[0].get_xdata()[0] for bars in axes.containers]
@@ -60,6 +61,23 @@ def test_closed_loops_title_matches_its_table(tmp_path):
         figures.under_load.closed_loops(under_load.rates(one), under_load.regrets(one)), tmp_path
     )
     assert title == "always:3: 0.50x with 9 streams"
+
+
+def test_the_largest_regret_has_the_interval_that_is_logged_and_below_zero_is_a_gain(tmp_path):
+    rates = pd.DataFrame({"load": [1, 8], "policy": "goodput", "tok_s": 1.0, "speedup": 1.0,
+                          "low": 1.0, "high": 1.0, "doubt": ""})  # fmt: skip
+    regrets = pd.DataFrame({"load": [1, 8], "policy": "goodput", "regret": [0.05, 0.04],
+                            "low": [0.01, 0.02], "high": [0.06, 0.3]})  # fmt: skip
+    assert drawn(figures.under_load.closed_loops(rates, regrets), tmp_path).endswith(
+        "goodput 5% [2, 30] lost"
+    )
+    faster = regrets.assign(regret=-0.12, low=-0.24, high=0.01)
+    assert drawn(figures.under_load.closed_loops(rates, faster), tmp_path).endswith(
+        "goodput 12% [-1, 24] gained"
+    )
+    served = pd.DataFrame({"policy": ["goodput"]})
+    logged, _ = under_load.metrics(rates.assign(speculated=0.0), regrets, served, "goodput")
+    assert [logged[f"regret/worst{end}"] for end in ("", "_low", "_high")] == [0.05, 0.02, 0.3]
 
 
 def test_timelines_title_names_first_and_last(tmp_path):

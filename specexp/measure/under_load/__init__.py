@@ -29,6 +29,7 @@ from specexp.measure.under_load.served import (
     step_table,
     timeline,
     totals,
+    worst,
 )
 from specexp.measure.under_load.simulation import (
     compare_runs,
