@@ -25,9 +25,9 @@ import pandas as pd
 from specexp.errors import UserError, brief, counted, last_parts, meant
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import mlflow_view, report, results
+from specexp.tracking.mlflow_view import SPEEDUP
 from specexp.zoo import naming, shelf
 
-SPEEDUP = next(a for a in mlflow_view.ANSWERS if a.metric == "speedup/measured")
 SHARED = ("target", "prompts", "chat", "temperature", "sampling", "rule", "dtype")
 MACHINE = ("device", "processor", "threads")
 Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`

@@ -47,7 +47,8 @@ LINES = (
 class Answer(NamedTuple):
     """A metric that answers a question; the name of its interval's ends without `_low`, `_high`;
     how the number is written and its unit; what follows, in a column and in a sentence; whether the
-    smallest is best, the value that a clear result differs from, and whether it rests on times."""
+    smallest is best, the value that a clear result differs from, and whether it rests on times;
+    what follows instead where a loss is below zero, and so a gain."""
 
     metric: str
     ends: str
@@ -58,6 +59,7 @@ class Answer(NamedTuple):
     least: bool = False
     even: float | None = None
     timed: bool = True
+    gained: tuple[str, str] | None = None
 
     def interval(self, metrics: Mapping[str, float]) -> tuple[float, float]:
         """The ends of the logged interval; the value twice if none was logged."""
@@ -71,6 +73,13 @@ class Answer(NamedTuple):
         unit = self.unit.removesuffix("s") if number == "1" else self.unit
         return f"{number}{unit}" + f" [{', '.join(ends)}]" * (low < high)
 
+    def said(self, value: float, low: float, high: float) -> tuple[str, str]:
+        """`figure` and what follows, in a column and in a sentence."""
+        figure, words = self.figure(value, low, high), (self.brief, self.words)
+        if self.gained and value < 0:
+            figure, words = self.figure(-value, -high, -low), self.gained
+        return figure + words[0], figure + words[1]
+
 
 def wider(many: int) -> float:
     """How much wider 95 % intervals are if those of `many` runs are to hold together, so that any
@@ -83,11 +92,14 @@ def widened(value: float, low: float, high: float, many: int) -> tuple[float, fl
     return value * (low / value) ** wider(many), value * (high / value) ** wider(many)
 
 
+SPEEDUP = Answer("speedup/measured", "speedup/ci", ".2f", "x", "", " of plain decoding's speed",
+                 even=1)  # fmt: skip
 ANSWERS = (
     Answer("fleet/replicas", "", ".0f", " replicas", "", "", least=True, timed=False),
     Answer("regret/worst", "regret/worst", ".1%", "", " regret",
-           " of tokens/s lost at worst to the best fixed policy", least=True),
-    Answer("speedup/measured", "speedup/ci", ".2f", "x", "", " of plain decoding's speed", even=1),
+           " of tokens/s lost at worst to the best fixed policy", least=True,
+           gained=(" gained", " of tokens/s gained at worst over the best fixed policy")),
+    SPEEDUP,
     Answer("acceptance/rate", "acceptance/rate_ci", ".0%", "", " accepted",
            " of draft tokens accepted", timed=False),
 )  # fmt: skip
@@ -109,12 +121,11 @@ def beside(record: Mapping[str, Any]) -> list[str]:
         for end in ("", "_low", "_high")
     )
     if len(at) > 1:
-        first, last = min(at), max(at)
-        least, most = low.get(last, 0.0), high.get(last, 0.0)
-        ends = f" [{least:.2f}, {most:.2f}]" * (least < most)
-        words.append(
-            f"{at[first]:.2f}x in a batch of {first}, {at[last]:.2f}x{ends} in one of {last}"
+        first, last = (
+            f"{SPEEDUP.figure(at[n], low.get(n, at[n]), high.get(n, at[n]))} in a batch of {n}"
+            for n in (min(at), max(at))
         )
+        words.append(f"{first}, {last}")
     return words
 
 
@@ -159,27 +170,28 @@ def marked(reasons: Sequence[str]) -> dict[str, float]:
     return {"metrics.speedup/credible": 0.0} if reasons else {}
 
 
-def answers(record: Mapping[str, Any]) -> Iterator[tuple[Answer, str, str]]:
-    """The figures of a run that answer, with their intervals; and a mark of those simulated, and of
-    timings that cannot be."""
+def answers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The figures of a run that answer, with their intervals, in a column and in a sentence; those
+    simulated are marked, and timings that cannot be."""
     metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
     doubtful = bool(doubts(record))
     for a in ANSWERS:
         if a.metric in metrics:
-            figure = a.figure(metrics[a.metric], *a.interval(metrics))
             mark = " simulated" * is_simulated(a.metric, simulated)
-            yield a, figure, mark or " (doubtful)" * (doubtful and a.timed)
+            mark = mark or " (doubtful)" * (doubtful and a.timed)
+            brief, words = a.said(metrics[a.metric], *a.interval(metrics))
+            yield brief + mark, words + mark
 
 
 def short_answers(record: Mapping[str, Any]) -> list[str]:
     """The answers as in a column: `1.42x [1.21, 1.66]`, `61% [55%, 66%] accepted`."""
-    return [f"{figure}{a.brief}{mark}" for a, figure, mark in answers(record)]
+    return [brief for brief, _ in answers(record)]
 
 
 def answer_tags(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
     """Two tags of a run: `answer`, a column of the view, and its description in sentences, with a
     link to `files` if another run keeps them. A tag that the notebook logged stays as it is."""
-    sentences = [f"{figure}{a.words}{mark}" for a, figure, mark in answers(record)]
+    sentences = [words for _, words in answers(record)]
     if not sentences:
         return {}
     first, *rest = sentences

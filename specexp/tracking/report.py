@@ -199,15 +199,16 @@ def newest(folders: Iterable[Path]) -> list[Run]:
 
 
 def answer(part: Sequence[Run]) -> str:
-    """What came out, in words: the best run with its interval and number of prompts, and which
-    others are not certainly worse. Intervals are widened (Bonferroni) for the best of several."""
+    """What came out, in words: the best run with its own interval (that of its tag and of tables)
+    and number of prompts, and which others are not certainly worse. What is called certain is so by
+    intervals that are widened (Bonferroni) for the best of several."""
     if not (answering := _answering(part)):
         return "No speedup or acceptance rate was logged; the table below has what was."
     answer, having = answering
     many, best = len(having), having[0]
-    low, high = _interval(answer, best, many)
+    value, (low, high) = best.metrics[answer.metric], _interval(answer, best, many)
     has_interval = low < high
-    text = f"{best.label}: {answer.figure(best.metrics[answer.metric], low, high)}{answer.words}"
+    text = f"{best.label}: {answer.said(value, *answer.interval(best.metrics))[1]}"
     if best.prompts:
         text += f" over {counted(best.prompts, 'prompt')}"
     text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
@@ -215,9 +216,11 @@ def answer(part: Sequence[Run]) -> str:
         text += ", without an interval, so nothing is certain"
     elif _doubtful(answer, best):
         text += ": a doubtful timing"
-    elif answer.even is not None:
-        clear = "certainly faster" if low > answer.even else "certainly slower"
-        text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
+    else:
+        text += f" ({answer.said(value, low, high)[0]} as one of {many} runs)" * (many > 1)
+        if answer.even is not None:
+            clear = "certainly faster" if low > answer.even else "certainly slower"
+            text += f": {clear if not low <= answer.even <= high else 'no clear difference'}"
     text += "".join(f"; {words}" for words in mlflow_view.beside(best.record))
     if many == 1:
         return f"{text}."
@@ -233,7 +236,7 @@ def answer(part: Sequence[Run]) -> str:
     others = ((run.label, *_interval(answer, run, many)) for run in sure if run is not best)
     close = [label for label, least, most in others if most >= low and least <= high]
     rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
-    return f"{text}, and its interval is widened for that; " + (
+    return f"{text}, " + (
         f"not certainly better than {rest}." if close else "certainly better than the others."
     )
 
@@ -269,7 +272,7 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
         return round(2 + 96 * (value - least) / width, 1)
 
     rows = [
-        (run.label, answer.figure(*each) + " (doubtful)" * _doubtful(answer, run),
+        (run.label, answer.said(*each)[0] + " (doubtful)" * _doubtful(answer, run),
          *map(place, each))
         for run, each in zip(having, ranges, strict=True)
     ]  # fmt: skip

@@ -79,7 +79,8 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert page.open == []
     text = " ".join(page.text.split())
     assert "Faster? mine, 2 runs" in text
-    assert "ngram: 1.90x [1.79, 2.01] of plain decoding's speed over 3 prompts" in text
+    said = "1.90x [1.80, 2.00] of plain decoding's speed over 3 prompts (1.90x [1.79, 2.01] as one"
+    assert f"ngram: {said} of 2 runs): certainly faster" in text
     assert "certainly faster. It is the best of 2 runs" in text
     assert "certainly better than the others" in text
     assert "75% [60, 85]" in text
@@ -183,7 +184,7 @@ def test_answer_says_which_draft_length_and_at_which_load_it_loses(store):
     }
     said = mlflow_view.answer_tags(run[0].record | {"series": by_batch})["mlflow.note.content"]
     assert "with a draft length of 4" in said
-    assert "1.90x in a batch of 1, 0.90x [0.85, 0.95] in one of 16" in said
+    assert "1.90x [1.85, 1.95] in a batch of 1, 0.90x [0.85, 0.95] in a batch of 16" in said
     view = compare.overview(report.frame(run))
     assert list(view["best γ"]) == ["4"]
     assert list(view["slower in a batch of"]) == ["16"]
@@ -219,10 +220,37 @@ def test_answer_of_costs_is_the_smallest_and_certain_only_with_an_interval(store
     assert "certainly" not in answer
 
 
-def test_regret_below_zero_keeps_its_interval(store):
-    ends = {"regret/worst": -0.12, "regret/worst_low": -0.24, "regret/worst_high": -0.01}
+def test_regret_below_zero_is_a_gain_with_its_interval(store):
+    ends = {"regret/worst": -0.12, "regret/worst_low": -0.24, "regret/worst_high": 0.01}
     committed("a", ends)
-    assert "-12.0% [-24.0%, -1.0%] of tokens/s lost" in report.answer(report.of("mine"))
+    said = "12.0% [-1.0%, 24.0%] of tokens/s gained at worst over the best fixed policy"
+    [run] = report.of("mine")
+    assert said in report.answer([run])
+    assert mlflow_view.short_answers(run.record) == ["12.0% [-1.0%, 24.0%] gained"]
+    committed("b", {"regret/worst": 0.02}, drafter="suffix")
+    rows, _ = report.compared(report.of("mine"))
+    assert [words.partition("%")[0] + words[-7:] for _, words, *_ in rows] == [
+        "12.0 gained", "2.0 regret"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"speedup/measured": 1.9, "speedup/ci_low": 1.8, "speedup/ci_high": 2.0},
+        {"regret/worst": 0.04, "regret/worst_low": 0.01, "regret/worst_high": 0.07},
+        {"acceptance/rate": 0.5, "acceptance/rate_ci_low": 0.4, "acceptance/rate_ci_high": 0.6},
+    ],
+)
+def test_the_best_of_several_runs_has_its_tags_interval_and_then_a_wider_one(store, metrics):
+    for drafter in ("ngram", "suffix"):
+        committed(drafter, metrics, drafter)
+    best, other = report.of("mine")
+    answer, tag = report.answer([best, other]), mlflow_view.answer_tags(best.record)["answer"]
+    own, wider = re.findall(r"[\d.]+[x%] \[.*?\]", answer)
+    assert tag.startswith(own)
+    assert f"({wider}" in answer
+    assert wider != own
 
 
 def test_renamed_result_is_reported_under_its_new_name(store):
@@ -242,7 +270,7 @@ def test_widened_interval_of_a_share_stays_a_share(store):
     high = {"acceptance/rate": 0.97, "acceptance/rate_ci_low": 0.9, "acceptance/rate_ci_high": 1.0}
     committed("a", high)
     committed("b", {"acceptance/rate": 0.1}, drafter="suffix")
-    assert "97% [89%, 100%] of draft tokens" in report.answer(report.of("mine"))
+    assert "97% [89%, 100%] accepted as one of 2 runs" in report.answer(report.of("mine"))
 
 
 def test_value_without_interval_is_not_certain(store):
