@@ -172,7 +172,8 @@ def _train_draft(
 
     def agreement() -> str:
         card = json.loads((folder / "zoo.json").read_text())
-        return f"{card['held_out']['answers']['agreement']:.0%}"
+        share = card["held_out"]["answers"]["agreement"]
+        return f"in {share:.0%} of places the target's most likely token"
 
     folder = drafts.folder_of(name, layers, out)
     asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
@@ -180,13 +181,13 @@ def _train_draft(
     if (folder / "zoo.json").exists():
         digest = drafts.digest_of(pairing.target.module, ids, minutes)
         if digest in (folder / "zoo.json").read_text():
-            opt.say(f"{opt.relative(folder)} is there already ({agreement()}); --minutes N trains "
+            opt.say(f"{opt.relative(folder)} is there already: {agreement()}; --minutes N trains "
                     "it anew")  # fmt: skip
             return
-        opt.say(f"replaces {opt.relative(folder)} ({agreement()} there; --out DIR keeps both)")
+        opt.say(f"replaces {opt.relative(folder)}: {agreement()}; --out DIR keeps both")
     drafts.train(pairing.engine, pairing.tokenizer, name, ids, layers, minutes, out, source=source)
     opt.say(
-        f"wrote {opt.relative(folder)}: in {agreement()} of places the target's most likely token; "
+        f"wrote {opt.relative(folder)}: {agreement()}; "
         f"use it as --drafter model:{opt.relative(folder)}"
     )
 

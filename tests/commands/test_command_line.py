@@ -617,7 +617,8 @@ def test_trained_draft_says_what_it_replaces(run, tiny_folders, tmp_path, monkey
     asked = ("--text", str(tmp_path / "asked.txt"), "--out", str(tmp_path), "--layers", "1")
     code, out, err = run("zoo", "train", "--draft", "--target", tiny_folders[0], *asked)
     assert code == 0, err
-    assert "(29% there; --out DIR keeps both)" in " ".join(out.split())
+    said = "draft-1: in 29% of places the target's most likely token; --out DIR keeps both"
+    assert said in " ".join(out.split())
 
 
 def test_draft_trained_with_the_same_options_is_there_already(
@@ -640,7 +641,7 @@ def test_draft_trained_with_the_same_options_is_there_already(
         options = ("--draft", "--target", tiny_folders[0], *asked, "--minutes", minutes)
         code, out, err = run("zoo", "train", *options)
         assert code == 0, err
-        there.append("is there already (29%)" in " ".join(out.split()))
+        there.append("is there already: in 29% of places the target's" in " ".join(out.split()))
     assert (there, trained) == ([False, True, False], [1, 2])
 
 
