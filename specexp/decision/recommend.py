@@ -51,7 +51,7 @@ class Situation(NamedTuple):
             if n not in always and v != PARAMETERS[n].default
         ]  # fmt: skip
         prompts = f"prompts {last_parts(dict(self.params)['prompts'], 1)}"
-        machine = [f"{v} threads" if n == "threads" else v for n, v in self.machine if v]
+        machine = [counted(int(v), "thread") if n == "threads" else v for n, v in self.machine if v]
         return "; ".join(", ".join(part) for part in ([prompts, *unusual], machine))
 
 

@@ -128,13 +128,13 @@ def test_only_results_of_one_situation_are_joined(store):
     log("ngram", 1.5)
     log("ngram", 1.4, gamma=5)
     log("suffix", 1.9, temperature=0.8, prompts="/some/where/mine.jsonl", chat=True)
-    log("suffix", 1.9, tags=MACHINE | {"device": "NVIDIA H100", "processor": ""})
+    log("suffix", 1.9, tags={"device": "NVIDIA H100", "threads": "1"})
     log("suffix", 1.9, target="own/model")
     every = advise("target-10m")
     assert [str(advice.situation) for advice in every] == [
         "prompts all; cpu, AMD EPYC, 2 cores, 2 threads",
         "prompts mine.jsonl, chat True, temperature 0.8; cpu, AMD EPYC, 2 cores, 2 threads",
-        "prompts all; NVIDIA H100, 2 threads",
+        "prompts all; NVIDIA H100, 1 thread",
     ]
     assert only(advise("model")).situation.target == "own/model"
     with pytest.raises(UserError, match=r"no results of target-10 in .*did you mean 'target-10m'"):
