@@ -56,7 +56,7 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
             axes.set_xlabel("concurrent streams")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         middle.set_ylabel("tokens/s, plain decoding = 1")
-        right.set(ylabel="regret: share of tokens/s lost (below 0: gained)",
+        right.set(ylabel="regret: share of tokens/s\nlost (below 0: gained)",
                   ylim=(None, min(right.get_ylim()[1], 0.5)))  # fmt: skip
         style.per_cent(right)
         style.title(figure, _verdict(rates, regrets) + doubt_of_speedups(rates))
@@ -97,8 +97,8 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
             axes.set(xlabel="seconds", ylabel=label, ylim=(0, None))
             share = column in ("speculated", "kept")
             axes.yaxis.set_major_locator(MaxNLocator(5, integer=not share))
+            axes.set_ylim(top=1.02 if share else max(1, axes.get_ylim()[1]))
             if share:
-                axes.set_ylim(0, 1.02)
                 style.per_cent(axes)
         lasts = {name: table["end_s"].max() for name, table in tables.items()}
         names = sorted(lasts, key=lasts.__getitem__)
