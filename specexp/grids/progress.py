@@ -7,9 +7,10 @@ import json
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich import progress as bars
 from rich.console import Console
@@ -140,18 +141,19 @@ class Board:
 
 def status(points: Sequence[Point]) -> Table:
     """One row per point: done, running, failed (with its error) or to do (and why, if it has an
-    earlier result); the totals as caption. Of more than ROWS points, those done have no
-    row."""
+    earlier result); the totals as caption, with the time left if points of each notebook are done.
+    Of more than ROWS points, those done have no row."""
     table = Table("state", "point", "run_key", "detail", box=None, header_style="bold")
     failures, reasons = failures_of(points), reasons_to_run(points)
     counts = dict.fromkeys(STATES, 0)
-    took = []
+    took, left = defaultdict[str, list[float]](list), list[str]()
     for point in points:
         result, holder = results.result_of(point.run_key), results.holder(point.run_key)
         kind, message = failures.get(point.run_key, ("", ""))
         if result.exists():
             state, detail = "done", ""
-            took.append(float(results.read(result / results.TAGS).get("seconds", 0)))
+            seconds = float(results.read(result / results.TAGS).get("seconds", 0))
+            took[point.notebook.name].append(seconds)
         elif holder:
             state, detail = "running", holder
         elif kind not in ("", *RETRIED):
@@ -159,13 +161,14 @@ def status(points: Sequence[Point]) -> Table:
         else:
             state, detail = "to do", reasons.get(point.run_key, "")
         counts[state] += 1
+        left += [point.notebook.name] * (state in ("to do", "running"))
         if state == "done" and len(points) > ROWS:
             continue
         key = point.run_key if "device" in point.identity.parts else ""  # else it is no result's
         table.add_row(Text(state, STATES[state]), Text(point.label), key, Text(detail))
     total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
-    if took and (left := counts["to do"] + counts["running"]):
-        seconds = sum(took) / len(took) * left / max(1, counts["running"])
+    if left and took.keys() >= set(left):
+        seconds = sum(fmean(took[name]) for name in left) / max(1, counts["running"])
         total += f"; about {duration(seconds)} left"
     table.caption, table.caption_justify = total, "left"
     return table

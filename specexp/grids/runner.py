@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from specexp.errors import counted
 from specexp.grids import identity, progress
 from specexp.grids.points import Point
 from specexp.grids.progress import RETRIED, Board, Failure, failure_of, failures_of
@@ -311,7 +312,7 @@ class Work:
                     shown[result] = now
                     renamed.add(result)
         if n := len(renamed):
-            self.board.say(f"{n} results get the new name of their notebook or experiment")
+            self.board.say(f"renamed as their notebook or experiment is: {counted(n, 'result')}")
         try:
             gaps = presence.find_gaps(shown)
             for folder in (*gaps.vanished, *gaps.bare):

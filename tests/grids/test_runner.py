@@ -225,6 +225,14 @@ def test_run_tag_names_the_notebook_path(points):
     assert named == ["tests/support/trivial.ipynb", "own.ipynb"]
 
 
+def test_time_left_is_said_where_points_of_each_notebook_are_done(store, written):
+    done, waiting = written(1, 2)
+    assert go([done])[0] == 0
+    assert "1 to do; about " in progress.status([done, waiting]).caption
+    other = replace(waiting, notebook=Path("/elsewhere/own.ipynb"))
+    assert progress.status([done, other]).caption == "1 done, 1 to do"
+
+
 def test_status_creates_no_store(points, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
     assert progress.status(points(x=[1, 2])).caption == "2 to do"

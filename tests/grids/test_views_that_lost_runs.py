@@ -130,14 +130,14 @@ def test_what_was_renamed_appears_under_its_new_name(store, written, tmp_path):
         now = [replace(p, experiment=experiment, notebook=notebook) for p in todo]
         code, text = go(now)
         assert code == 1
-        assert "2 results get the new name of their notebook or experiment" in text
+        assert "renamed as their notebook or experiment is: 2 results" in text
         assert "0 of 3 points to run" in text
         frame = runs.runs()
         assert set(frame["experiment"]) == {"new"}
         assert sorted(frame["name"]) == sorted(runner.tags_of(p)["name"] for p in now[:2])
         assert set(frame["tags.notebook"]) == {notebook.name}
         assert audit.problems() == []
-        assert "new name" not in go(now)[1]
+        assert "renamed as" not in go(now)[1]
 
 
 def test_experiment_renamed_in_mlflow_stays_one_whatever_the_grid_calls_it(store, written):
