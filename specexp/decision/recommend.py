@@ -266,6 +266,8 @@ def _unusable(run: report.Run) -> str:
         return "it is simulated"
     if run.metrics.get("exact/pass") != 1:
         return "its output was not checked, or not the target's"
+    if _gamma(run) is None:
+        return "a policy chose its draft lengths"
     return "; ".join(run.doubts())
 
 
@@ -273,8 +275,7 @@ def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
     """The speedups that a result logged with intervals: by batch size, or of one stream. params:
     as `params_of` gives them."""
     metrics, series = run.record["metrics"], run.record["series"]
-    tree = params.get("tree", "chain")
-    gamma = metrics.get("speedup/best_gamma", params.get("gamma"))
+    tree, gamma = params.get("tree", "chain"), _gamma(run)
     if gamma is None:
         return []
     at = {1: (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
@@ -289,6 +290,11 @@ def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
         for batch, (value, low, high) in at.items()
         if 0 < low < high
     ]
+
+
+def _gamma(run: report.Run) -> Any:
+    """The draft length of a result, if several were measured the best; None if a policy chose."""
+    return run.metrics.get("speedup/best_gamma", run.record["params"].get("gamma"))
 
 
 def _named(drafter: str, target: str) -> str:

@@ -113,6 +113,7 @@ def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
     log("suffix", 1.4, tags=MACHINE | {"load": "7.5"})
     log("recycle", 1.4, half=0.0)
     log("medusa", 8.0, tags=MACHINE | {"simulated": "speedup"})
+    log("eagle", 1.4, gamma=None, policy="goodput")
     advice = only(advise())
     assert not advice.plans
     assert dict(advice.left_out) == {
@@ -120,8 +121,9 @@ def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
         "mine: suffix": "the load average was 7.5 with 2 of its own threads",
         "mine: medusa": "it is simulated",
         "mine: recycle": "it has no interval",
+        "mine: eagle": "a policy chose its draft lengths",
     }
-    assert "of 4 results none has a speedup that can be trusted" in advice.verdict()
+    assert "of 5 results none has a speedup that can be trusted" in advice.verdict()
 
 
 def test_only_results_of_one_situation_are_joined(store):
