@@ -98,7 +98,7 @@ ANSWERS = (
     Answer("fleet/replicas", "", ".0f", " replicas", "", "", least=True, timed=False),
     Answer("regret/worst", "regret/worst", ".1%", "", " regret",
            " of tokens/s lost at worst to the best fixed policy", least=True,
-           gained=(" gained", " of tokens/s gained at worst over the best fixed policy")),
+           gained=(" gained", " of tokens/s gained at worst against the best fixed policy")),
     SPEEDUP,
     Answer("acceptance/rate", "acceptance/rate_ci", ".0%", "", " accepted",
            " of draft tokens accepted", timed=False),

@@ -223,7 +223,7 @@ def test_answer_of_costs_is_the_smallest_and_certain_only_with_an_interval(store
 def test_regret_below_zero_is_a_gain_with_its_interval(store):
     ends = {"regret/worst": -0.12, "regret/worst_low": -0.24, "regret/worst_high": 0.01}
     committed("a", ends)
-    said = "12.0% [-1.0%, 24.0%] of tokens/s gained at worst over the best fixed policy"
+    said = "12.0% [-1.0%, 24.0%] of tokens/s gained at worst against the best fixed policy"
     [run] = report.of("mine")
     assert said in report.answer([run])
     assert mlflow_view.short_answers(run.record) == ["12.0% [-1.0%, 24.0%] gained"]
