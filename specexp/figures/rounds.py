@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from specexp.errors import counted
 from specexp.figures.style import INK, PLAIN, SPECULATIVE, WIDEST, canvas, nothing, panels, title
 from specexp.figures.tokens import COLOURS, HATCHED, by_kind, cut, symbols
 
@@ -23,7 +24,9 @@ MIN_ROUNDS = 10  # rounds that a share should rest on
 def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
     """The first rounds of a row, one per line: each token in the colour of its origin, the rejected
     draft tokens hatched."""
-    lines = list(by_kind(output.trace.rounds, output.tokens[row], row))[:most]
+    lines = list(by_kind(output.trace.rounds, output.tokens[row], row))
+    only = f"; drawn: the first {counted(most, 'round')}" * (len(lines) > most)
+    lines = lines[:most]
     texts = [[(kind, _label(output.decode([t]))) for t, kind in line] for _, line in lines]
     widths = [[max(2, len(text) + 1) for _, text in line] for line in texts]
     wide = max(map(sum, widths)) * CHARACTER + 1.2
@@ -40,7 +43,7 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
         axes.set(ylabel="accepted/drafted, one line per round", xticks=[])
         axes.invert_yaxis()
         axes.grid(False)
-        title(figure, f"One of the prompts: {output.trace.by_row[row]}")
+        title(figure, f"One of the prompts: {output.trace.by_row[row]}{only}")
     return figure
 
 

@@ -100,6 +100,10 @@ def test_a_strip_has_a_cell_for_every_token(pairing):
     kinds = [k for _, line in tokens.by_kind(output.trace.rounds, output.tokens[0]) for k in line]
     assert len(axes.texts) == len(kinds)
     assert str(output.acceptance) in figure.get_suptitle().replace("\n", " ")
+    assert "drawn" not in figure.get_suptitle()
+    longer = pairing.generate("def mean(values):", 64)
+    first = figures.rounds.strip(longer, most=8).get_suptitle()
+    assert "; drawn: the first 8 rounds" in first.replace("\n", " ")
 
 
 def test_edges_count_what_the_trace_counts(pairing):
