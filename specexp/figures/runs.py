@@ -74,7 +74,8 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
                     axes.errorbar(across["value"], up["value"], style.ends(up, "value"),
                                   style.ends(across, "value"), ls="", elinewidth=1, capsize=2,
                                   markersize=8, label=drafter, **look | inside)  # fmt: skip
-        axes.set(xlabel="acceptance rate", ylabel="speedup over plain decoding", xlim=(0, 1))
+        axes.set(xlabel="acceptance rate", xlim=(0, 1))
+        axes.set_ylabel("speedup over plain decoding\n(intervals hold for all runs at once)")
         style.per_cent(axes, "x")
         claim = _winner(have[sound], rates[sound], speeds[sound]) if sound.any() else ""
         style.title(figure, "; ".join(filter(None, [claim, _left_out((~sound).sum())])))

@@ -118,7 +118,9 @@ def test_acceptance_rates_and_speedups_carry_their_intervals():
            "metrics.acceptance/rate_ci_low": 0.4, "metrics.acceptance/rate_ci_high": 0.65,
            "metrics.speedup/measured": 1.4, "metrics.speedup/ci_low": 1.2,
            "metrics.speedup/ci_high": 1.5}  # fmt: skip
-    [bars] = figures.runs.rate_and_speedup(pd.DataFrame([run])).axes[0].containers
+    [axes] = figures.runs.rate_and_speedup(pd.DataFrame([run])).axes
+    assert "hold for all runs at once" in axes.get_ylabel(), "so wider than those of its table"
+    [bars] = axes.containers
     across, up = (line.get_segments()[0] for line in bars.lines[2])
     assert across.tolist() == [[pytest.approx(0.4), 1.4], [pytest.approx(0.65), 1.4]]
     assert up.tolist() == [[0.5, pytest.approx(1.2)], [0.5, pytest.approx(1.5)]]
