@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from support import measured_pages
 from support.measured_pages import BLOCK, PAGES, ROOT, TEXTS, written
 
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
@@ -45,3 +46,10 @@ def test_a_changed_number_is_seen():
     block = BLOCK.search(page)
     other = page.replace(block[3], re.sub(r"\d", "0", block[3]))
     assert other != page == written(other)
+
+
+def test_a_policy_faster_than_the_best_fixed_one_is_said_to_be(monkeypatch):
+    file = measured_pages.load("load_aware")
+    faster = [row | {"regret": -0.117} for row in file["closed_loop"]]
+    monkeypatch.setattr(measured_pages, "load", lambda _: file | {"closed_loop": faster})
+    assert "policy is at least 11.7 % faster than the best." in measured_pages.under_load()
