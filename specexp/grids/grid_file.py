@@ -17,7 +17,7 @@ from typing import Any
 from specexp.errors import UserError, meant
 from specexp.grids import notebooks, yaml_lines
 from specexp.grids.notebooks import Notebook, Parameter, shown
-from specexp.measure.parameters import PARAMETERS
+from specexp.measure.parameters import PARAMETERS, mentioned
 from specexp.tracking import redact
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,13 +114,18 @@ class Grid:
         of_include = (i.get(name, self.base[name]) for i in self.include.values())
         return distinct([*of_product, *of_include])
 
-    def where(self, name: str, params: dict[str, Any], index: int | None) -> int | None:
-        """The line that sets a parameter of a point; None if it has its default."""
-        if index is not None and name in self.include[index]:
-            return self.document.line("include", index, name)
+    def where(
+        self, name: str, params: dict[str, Any], index: int | None, what: str = ""
+    ) -> int | None:
+        """The line that sets a parameter of a point, or the item of its list that the message
+        `what` is about; None if it has its default."""
         if name in self.axes and index is None:
             return self.lines[name][canonical(params[name])]
-        return self.document.line("fixed", name) if self.document.has("fixed", name) else None
+        own = index is not None and name in self.include[index]
+        path: tuple[str | int, ...] = ("include", index or 0, name) if own else ("fixed", name)
+        items = params[name] if isinstance(params[name], list) else []
+        about = [i for i, item in enumerate(items) if mentioned(item, what)]
+        return self.document.line(*path, *about[:1]) if self.document.has(*path) else None
 
 
 def read(path: Path, report: Report) -> Grid | None:
@@ -151,7 +156,12 @@ def read(path: Path, report: Report) -> Grid | None:
     except UserError as e:
         for problem in str(e).splitlines():
             wrong(problem, "notebook")
-        return None
+        entries = [*sections["include"].values(), *sections["exclude"].values()]
+        named = {
+            name for entry in (sections["fixed"], sections["grid"], *entries) for name in entry
+        }
+        notebook = notebooks.unread(path.resolve(), named)
+        well_formed = False
     grid = _with_checked_values(path, document, notebook, sections, wrong)
     if well_formed:
         _check_points(grid, wrong)

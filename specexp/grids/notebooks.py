@@ -17,6 +17,7 @@ from typing import Any
 
 from specexp.errors import UserError
 from specexp.grids import imports
+from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import redact
 
 INJECTED = "injected-parameters"  # papermill's tag for the cell that it adds
@@ -90,6 +91,14 @@ def read(path: Path) -> Notebook:
     return Notebook(path, parameters, _names(code, rest), digest, *imports.read(code), timed)
 
 
+def unread(path: Path, names: Iterable[str]) -> Notebook:
+    """Stands for a notebook that cannot be read: it has the parameters of the table, and those of
+    these names, of any type, as its own."""
+    own = dict.fromkeys(names, Parameter(object, None, True))
+    shared = {n: Parameter(_TYPES[p.type], None, True) for n, p in PARAMETERS.items()}
+    return Notebook(path, own | shared, None, "")
+
+
 def modules_of(paths: Iterable[Path]) -> tuple[str, ...]:
     """The modules that notebooks may import, with what stands behind specexp's public names."""
     codes = (imports.code_of(source for source, _ in _cells(path)[0])[0] for path in paths)
@@ -146,7 +155,7 @@ _WORDS = {
 
 
 def _type_problem(kind: type, value: Any, a: str = "") -> str | None:
-    if type(value) is kind or (kind is float and type(value) is int):
+    if kind in (object, type(value)) or (kind is float and type(value) is int):
         return None
     return f"needs {a}{_WORDS[kind]}, not {value!r:.60}{_hint(value, kind)}"
 

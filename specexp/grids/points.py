@@ -89,10 +89,8 @@ def load(
     """
     report = Report(list(map(Path, paths)))
     grids = [grid for path in report.files if (grid := grid_file.read(path, report))]
-    if not report.problems:
-        grids = _filtered(grids, only, report)
-    if not report.problems:
-        _ask(grids, ask, report)
+    grids = _filtered(grids, only, report)
+    _ask(grids, ask, report)
     points: dict[str, Point] = {}
     known: dict[Path, Known] = defaultdict(lambda: Known(on_disk, may_compile))
     if sum(grid.size for grid in grids) <= MANY or not report.problems:
@@ -127,7 +125,7 @@ def _points(
                     what = paths.as_written(problem.what, params, path.parent, folder)
                     problems.append(replace(problem, what=what))
         for problem in problems:
-            lines_of = (grid.where(name, written, entry) for name in problem.names)
+            lines_of = (grid.where(n, written, entry, problem.what) for n in problem.names)
             line = next(filter(None, lines_of), grid.line)
             wrong.setdefault(problem.what, set()).add(line)
         if not found:
@@ -149,7 +147,10 @@ def _points(
 
 
 def _filtered(grids: list[Grid], only: Sequence[str], report: Report) -> list[Grid]:
-    """The grids, restricted to the points that match every filter of `only`."""
+    """The grids, restricted to the points that match every filter of `only`; all of them if one of
+    these is wrong. What a grid leaves out may be what a filter asks for."""
+    every, before = grids, len(report.problems)
+    read = len(grids) == len(report.files) and all(grid.notebook.digest for grid in grids)
 
     def wrong(text: str, what: str) -> None:
         report.add(None, None, f"--only {text!r:.80}: {what}")
@@ -161,8 +162,9 @@ def _filtered(grids: list[Grid], only: Sequence[str], report: Report) -> list[Gr
         if not name or not choice:
             wrong(text, "write NAME=VALUE or NAME=VALUE,VALUE")
         elif not having:
-            wrong(text, f"there is no parameter {name!r:.60}{_near(name, names)}")
-        else:
+            if read:
+                wrong(text, f"there is no parameter {name!r:.60}{_near(name, names)}")
+        elif all(name in grid.base for grid in having):
             values = grid_file.distinct([value for grid in having for value in grid.values(name)])
             choices = _choices(choice, having[0].notebook.parameters[name], values)
             for value in choices:
@@ -170,9 +172,10 @@ def _filtered(grids: list[Grid], only: Sequence[str], report: Report) -> list[Gr
                     wrong(text, f"no point has {name} {shown(value)}{_near(value, values)}")
             grids = [_restricted(grid, name, [*map(canonical, choices)]) for grid in having]
     left = (grid.size > MAX_POINTS or next(grid.combinations(), None) for grid in grids)
-    if only and not report.problems and not any(left):
+    sure = only and len(report.problems) == before and all(grid.whole for grid in grids)
+    if sure and not any(left):
         wrong(" ".join(only), "no point matches all of these")
-    return grids
+    return grids if len(report.problems) == before else every
 
 
 def _near(value: Any, candidates: list[Any]) -> str:

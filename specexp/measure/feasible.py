@@ -111,6 +111,9 @@ def _check_texts(
     for rule in values(params, "rule", "rules"):
         if rule != "auto":
             findings.check(known, fitting.rule, rule, blame=("rule", "rules"))
+    for name in ("drafter", "drafters", "rivals"):
+        for drafter in values(params, name) if "target" in {*params, *wrong} else ():
+            findings.check(known, naming.insist_on_drafter, drafter, "", blame=(name,))
     if "target" in params:
         there = findings.check(known, naming.locate, params["target"], blame=("target",))
         each = {options["drafter"]: options for options in each_pairing(params, wrong) if there}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).resolve().parents[2] / "notebooks" / "README.md"
 BEGIN, END = "<!-- parameters: begin -->\n", "<!-- parameters: end -->\n"
+_ASIDE = re.compile(r"\(.*?\)")
 _TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list}
 
 
@@ -262,17 +263,25 @@ def values(params: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def by_mention(what: str, names: Iterable[str], params: Mapping[str, Any]) -> tuple[str, ...]:
-    """These parameters, those first whose name and value a message mentions."""
+    """These parameters, those first whose name and value a message mentions. A number without the
+    name may be any number."""
+    said = _ASIDE.sub("", what)
 
     def mentions(name: str) -> int:
-        value = params[name]
-        texts = [re.escape(str(v)) for v in (value if isinstance(value, list) else [value])]
-        parameter = PARAMETERS.get(name)
-        word = re.escape((parameter and parameter.each) or name)
-        valued = any(re.search(rf"(?<![\w.]){text}(?!\w)", what) for text in texts if text)
-        return (re.search(rf"\b{word}", what) is not None) + valued
+        own = PARAMETERS[name].each or name if name in PARAMETERS else name
+        named = bool(re.search(rf"\b{re.escape(own)}", said))
+        given = [v for v in values(params, name) if named or isinstance(v, str)]
+        return named + any(mentioned(value, what) for value in given)
 
     return tuple(sorted(names, key=lambda name: -mentions(name)))
+
+
+def mentioned(value: Any, what: str) -> bool:
+    """Whether a message is about a value, or about the argument of a `METHOD:ARGUMENT`. What stands
+    in brackets or behind a semicolon is advice."""
+    said = _ASIDE.sub("", what).partition(";")[0]
+    texts = filter(None, (str(value), str(value).partition(":")[2]))
+    return any(re.search(rf"(?<![\w.]){re.escape(text)}(?!\w)", said) for text in texts)
 
 
 if __name__ == "__main__":  # renew the table of the page

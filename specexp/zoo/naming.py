@@ -76,9 +76,10 @@ def method_of(drafter: str) -> tuple[str, str] | None:
 
 def insist_on_drafter(drafter: str, target: str) -> None:
     """Raise UserError for a drafter that no file or module could be; for a draft model or heads
-    that are not there; or if the zoo has none for this target and none are named."""
-    method, _ = method_of(drafter) or ("", "")
-    if method in shelf.METHODS:
+    that are not there; or if the zoo has none for this target, if there is one, and none are
+    named."""
+    method, argument = method_of(drafter) or ("", "")
+    if method in shelf.METHODS and (target or argument):
         source_of(drafter, target)
 
 

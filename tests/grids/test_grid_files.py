@@ -489,6 +489,74 @@ def test_value_of_a_wrong_type_hides_no_other_mistake(load):
     assert [line.split(" ")[0] for line in said] == ["3:", "4:", "5:", "7:", "8:"]
 
 
+@pytest.mark.parametrize("notebook", ["nowhere.ipynb", "broken.ipynb"])
+def test_notebook_that_cannot_be_read_hides_no_other_mistake(load, folder, notebook):
+    (folder / "broken.ipynb").write_text("{")
+    text = f"""\
+        notebook: {notebook}
+        fixed:
+          own: 3
+          limit: many
+        grid:
+          gamma: [2, -2, 2]
+          drafter:
+          - ngram
+          - mrgan
+          mine: [1, a]
+        include: [{{rule: mach}}]
+        """
+    said = refusal(load, text)
+    assert [line.split(" ")[0] for line in said] == ["1:", "4:", "6:", "6:", "9:", "11:"]
+    [said] = refusal(load, f"notebook: {notebook}\nfixed: {{target: sibling-1m, own: a}}")
+    assert said.startswith("1: ")
+
+
+def test_filters_and_files_are_reported_together(load):
+    filters = ["gamma=7", "drafter=ngarm", "zzz=1", "x"]
+    text = f"notebook: {ACCEPTANCE}\ngrid:\n  gamma: [2, 3]\n  drafter: [ngram, mrgan]\n"
+    said = refusal(load, f"{text}timeout_s: 0", only=filters)
+    assert ["no point has gamma" in said[0], "did you mean 'ngram'" in said[1]] == [True, True]
+    assert ["no parameter 'zzz'" in said[2], "write NAME=VALUE" in said[3]] == [True, True]
+    assert [line[:2] for line in said[4:]] == ["4:", "5:"]
+    text = text.replace(", mrgan", "")
+    [said] = refusal(load, text.replace(str(ACCEPTANCE), "n.ipynb"), only=["limit=3", "mine=1"])
+    assert said.startswith("1: notebook")
+    [said] = refusal(load, f"{text}fixed: {{limit: a}}", only=["limit=3", "drafter=ngram"])
+    assert said.startswith("5: fixed.limit")
+
+
+def test_mistake_in_a_drafters_name_has_the_line_of_that_name(load):
+    text = f"""\
+        notebook: {ACCEPTANCE}
+        fixed:
+          target: {{}}
+          limit: 3
+          rivals:
+          - ngram
+          - eagle:gone
+          - ngarm
+        grid:
+          gamma: [2, 3]
+          drafter:
+          - model
+          - medusa:lost
+          - ngrma
+        """
+    text = textwrap.dedent(text)
+    said = refusal(load, text.format("target-10m"))
+    assert [line.split(" ")[0] for line in said] == ["7:", "8:", "13:", "14:"]
+    said = refusal(load, text.format("target-01m"))
+    assert [line.split(" ")[0] for line in said] == ["3:", "7:", "8:", "13:", "14:"]
+
+
+def test_number_in_a_message_is_no_mention_of_a_parameter():
+    params = {"gamma": 2, "prompts": "gone.txt"}
+    assert (
+        parameters.by_mention("[Errno 2] No such file: 'gone.txt'", params, params)[0] == "prompts"
+    )
+    assert parameters.by_mention("gamma 2 is more than gone.txt", params, params)[0] == "gamma"
+
+
 MANY_KINDS = """\
 notebook: {}
 fixed:
@@ -508,8 +576,16 @@ timeout_s: soon
 
 def test_mistakes_of_every_kind_are_reported_together(load):
     text = MANY_KINDS.format(ACCEPTANCE)
-    sure = "3 no prompts", "4 needs a whole", "5 did you mean", "9 twice", "9 -2", "13 timeout_s"
-    of_a_whole_file = "6 far/away", "8 mrgan", "11 never 7", "12 repeats the point"
+    sure = (
+        "3 no prompts",
+        "4 needs a whole",
+        "5 did you mean",
+        "9 twice",
+        "9 -2",
+        "13 timeout_s",
+        "8 mrgan",
+    )
+    of_a_whole_file = "6 far/away", "11 never 7", "12 repeats the point"
     for more, found in {"": sure + of_a_whole_file, "gird: 3": (*sure, "14 unknown key")}.items():
         said = refusal(load, text + more)
         for line, words in (each.split(" ", 1) for each in found):
