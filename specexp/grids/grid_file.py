@@ -242,7 +242,10 @@ def _find(grid_file: Path, named: Any) -> Path:
         )
     homes = (f.glob("*.ipynb") for f in (folder, folder.parent, ROOT / "notebooks"))
     beside = [p for found in homes for p in sorted(itertools.islice(found, 1000))]
-    written = {p.name: os.path.relpath(p, folder) for p in reversed(beside)}
+    bases = folder, ROOT
+    written = {
+        p.name: min((os.path.relpath(p, b) for b in bases), key=len) for p in reversed(beside)
+    }
     near = difflib.get_close_matches(named.rpartition("/")[2], written, 1)
     hint = f"; did you mean {written[near[0]]!r}?" if near else ""
     raise UserError(f"notebook {named!r:.80} does not exist or is not an .ipynb file{hint}")

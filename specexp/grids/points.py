@@ -30,17 +30,18 @@ MANY = 1_000  # more points than this need a confirmation
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One notebook run. `name`: what tells it from the grid's others; `file`: that of the grid;
-    `params`: every parameter, defaults included; `varying`: the names of those that the grid
-    varies; `run_key`: its `identity` as one digest; `timed`: it measures time, so no other point
-    should run beside it; `others`: other grids, loaded with this one, that have the same point."""
+    """One notebook run. `name`: what tells it from the grid's others; `label`: the same in lines
+    of progress, with each value as the grid file has it and `--only` takes it; `file`: that of the
+    grid; `params`: every parameter, defaults included; `run_key`: its `identity` as one digest;
+    `timed`: it measures time, so no other point should run beside it; `others`: other grids, loaded
+    with this one, that have the same point."""
 
     name: str
+    label: str
     file: Path
     notebook: Path
     experiment: str
     params: dict[str, Any] = field(hash=False)
-    varying: tuple[str, ...]
     timeout_s: float
     identity: Identity = field(hash=False)
     run_key: str
@@ -54,11 +55,6 @@ class Point:
     @property
     def grids(self) -> tuple[str, ...]:
         return self.grid, *self.others
-
-    @property
-    def label(self) -> str:
-        values = " ".join(f"{n}={shown(self.params[n])}" for n in self.varying)
-        return f"{self.notebook.stem} {values}".strip()
 
     @property
     def together(self) -> bool:
@@ -135,8 +131,9 @@ def _points(
             found = replace(found, parts=found.parts | {"params": identity.digest(params)})
             key, name = identity.digest(found.parts), mlflow_view.run_name(written, varying, among)
             spec, file = grid.document.value, grid.path.parent.resolve() / grid.path.name
-            yield Point(name or path.stem, file, path, spec.get("experiment") or path.stem, params,
-                        varying, float(spec.get("timeout_s") or TIMEOUT_S), found, key,
+            label = " ".join([path.stem, *(f"{n}={shown(written[n])}" for n in varying)])
+            yield Point(name or path.stem, label, file, path, spec.get("experiment") or path.stem,
+                        params, float(spec.get("timeout_s") or TIMEOUT_S), found, key,
                         grid.notebook.timed)  # fmt: skip
     for what, numbers in wrong.items():
         for line in numbers:

@@ -313,7 +313,11 @@ BAD = {
     "notebook null": ("notebook: null", 1, "notebook must name"),
     "notebook blank": ("notebook: ' '", 1, "notebook must name"),
     "notebook missing": ("experiment: a\nnotebook: nothing.ipynb", 2, "does not exist"),
-    "notebook near": ("notebook: ../10_aceptance.ipynb", 1, "/notebooks/10_acceptance.ipynb'?"),
+    "notebook near": (
+        "notebook: ../10_aceptance.ipynb",
+        1,
+        "mean 'notebooks/10_acceptance.ipynb'?",
+    ),
     "notebook near the grid": ("notebook: ../raeder.ipynb", 1, "did you mean '../reader.ipynb'"),
     "notebook elsewhere": ("notebook: reader.ipynb", 1, "did you mean '../reader.ipynb'"),
     "notebook no notebook": ("notebook: README.md", 1, "is not an .ipynb file"),
@@ -790,6 +794,8 @@ def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypa
     spec = {"notebook": "../asks.ipynb", "grid": {"prompts": ["mine.jsonl", "all"]}}
     point, shipped = load(spec)
     assert point.params["prompts"] == f"{folder.name}/mine.jsonl"
+    assert point.label == "asks prompts=mine.jsonl"
+    assert load(spec, only=[point.label.split()[1]]) == [point]
     assert shipped.params["prompts"] == "all"
     assert "data" in point.identity.parts
     (folder.parent / "own").mkdir()
