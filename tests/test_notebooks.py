@@ -117,6 +117,9 @@ def test_notebooks_run_as_a_grid_and_are_compared(
     assert draft not in texts(compared)
     assert len(images(compared)) == 4
     assert f"{len(finished)} finished runs" in compared.read_text()
+    assert "no result has a speedup" not in texts(compared)
+    for asked in ({"grid": "10_acceptance"}, {"grid": "20_latency", "newest": 0}):
+        assert "no result has a speedup" in texts(execute("90_compare", tmp_path, parameters=asked))
 
 
 def test_compare_without_runs_says_what_to_run(store, tmp_path, fork_server):

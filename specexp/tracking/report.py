@@ -167,9 +167,7 @@ def of(what: str) -> list[Run]:
     if (path / results.RESULT).is_file():
         selected, hint = newest(filter(results.intact, [path])), "it is damaged"
     elif path.suffix in (".yaml", ".yml"):
-        keys = results.keys_of(path.stem)
-        named = [folder for folder in every if folder.name in keys]
-        selected = newest(filter(results.intact, named))
+        selected = with_keys(results.keys_of(path.stem))
         hint = f"make them with `specexp grid run {what}`"
         hint = hint if path.is_file() else f"there is no such file{meant_beside(path)}"
     else:
@@ -180,6 +178,12 @@ def of(what: str) -> list[Run]:
     if not selected:
         raise UserError(f"no results of {what} in {results.root()}: {hint}")
     return selected
+
+
+def with_keys(keys: Iterable[str]) -> list[Run]:
+    """The runs of the results that have these run keys: of each point the newest."""
+    named = {*keys}
+    return newest(filter(results.intact, (f for f in results.listed("results") if f.name in named)))
 
 
 def newest(folders: Iterable[Path]) -> list[Run]:
