@@ -111,7 +111,14 @@ def _check_texts(
     for rule in values(params, "rule", "rules"):
         if rule != "auto":
             findings.check(known, fitting.rule, rule, blame=("rule", "rules"))
+    lists = [name for name in params if name in PARAMETERS and PARAMETERS[name].each]
+    compared = any(value != "plain" for value in values(params, *lists))
     for name in ("drafter", "drafters", "rivals"):
+        if compared and "plain" in values(params, name):
+            findings.add(
+                "drafter plain drafts nothing: it is the baseline that all others are compared "
+                "with; name another one, such as ngram", name
+            )  # fmt: skip
         for drafter in values(params, name) if "target" in {*params, *wrong} else ():
             findings.check(known, naming.insist_on_drafter, drafter, "", blame=(name,))
     if "target" in params:

@@ -63,8 +63,9 @@ def acceptance(
     category, question_id; drafted, accepted, emitted and cut (tokens), passes (of the target);
     record (`Acceptance`), and the rounds behind them (see `summaries.rounds`). Raises UserError if
     a pairing drafts nothing."""
-    if not all(single_stream_tree(pairing.engine).depth for pairing in pairings):
-        raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
+    engines = [pairing.engine for pairing in pairings]
+    if not all(e.drafter.context and single_stream_tree(e).depth for e in engines):
+        raise UserError("gamma is 0 or the drafter plain, so nothing is drafted; use others")
     rows: list[dict[str, Any]] = []
     runs = [p.with_(temperature=t) for t in temperatures or () for p in pairings] or pairings
     with tqdm(total=len(runs) * len(prompts), desc="acceptance", unit="prompt") as bar:

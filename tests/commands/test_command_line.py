@@ -503,7 +503,7 @@ def test_lossy_rule_is_not_reported_as_exact(run):
 @pytest.mark.parametrize("command", ["generate --limit 0", "bench --gamma 0", "serve --rows 0"])
 def test_command_reports_every_problem_at_once(run, tiny_folders, command):
     wrong = ("--temperature", "-1", "--max-new-tokens", "0", "--prompts", "nowhere.txt")
-    _, _, err = run(*command.split(), "--target", tiny_folders[0], "--drafter", "plain", *wrong)
+    _, _, err = run(*command.split(), "--target", tiny_folders[0], "--drafter", "ngram", *wrong)
     assert len(err.strip().splitlines()) == 4, err
 
 

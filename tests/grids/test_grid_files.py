@@ -903,6 +903,10 @@ MEANING = {
     "an axis value": ("grid:\n  gamma: [2,\n    -1]", {4: "gamma is -1"}),
     "a fixed value": ("fixed:\n  limit: 5\n  rule: rejct", {4: "did you mean 'reject'?"}),
     "a drafter": ("grid:\n  drafter:\n  - ngram\n  - nrgam\n  gamma: [1, 2]", {5: "nrgam"}),
+    "a baseline": (
+        "grid:\n  drafter: [ngram,\n    plain]\nfixed:\n  rivals:\n  - suffix\n  - plain",
+        {4: "plain drafts nothing", 8: "plain drafts nothing"},
+    ),
     "in a list": ("grid: {gamma: [2]}\nfixed:\n  temperatures: [0.0, -1.0]", {4: "temperature"}),
     "an include": ("grid:\n  gamma: [2]\ninclude:\n- gamma: 4\n- gamma: -3", {6: "gamma is -3"}),
     "two lines, one mistake": (

@@ -305,9 +305,10 @@ def test_typical_round_weighs_draft_sizes_by_frequency():
     assert seconds == pytest.approx((1.0, 3.0))
 
 
-def test_acceptance_refuses_gamma_0(pairing):
-    with pytest.raises(UserError, match="gamma is 0"):
-        one_pairing.acceptance([pairing.with_(gamma=0)], PROMPTS, 8)
+@pytest.mark.parametrize("nothing", [{"gamma": 0}, {"drafter": "plain"}])
+def test_acceptance_refuses_a_pairing_that_drafts_nothing(pairing, nothing):
+    with pytest.raises(UserError, match="gamma is 0 or the drafter plain"):
+        one_pairing.acceptance([pairing.with_(**nothing)], PROMPTS, 8)
 
 
 def test_rounds_table_has_a_row_per_round(latency):
