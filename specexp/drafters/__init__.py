@@ -11,14 +11,15 @@ from __future__ import annotations
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from specexp import objects
-from specexp.errors import UserError, warn_once
+from specexp.errors import UserError, counted, warn_once
 from specexp.fitting import DEFAULTS, Limits
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
@@ -172,6 +173,17 @@ class Prepared(Limits):
 
     make: Callable[[LM], Drafter]
     config: Any = None
+
+
+@contextmanager
+def named(drafter: Drafter, rounds: Sized) -> Iterator[None]:
+    """Note on an exception, which may be of the drafter's own code or due to what it returned, with
+    which drafter and after how many rounds it was raised."""
+    try:
+        yield
+    except Exception as e:
+        e.add_note(f"with drafter {drafter.name}, after {counted(len(rounds), 'round')}")
+        raise
 
 
 def warn_of_short_context(drafter: Drafter, length: int) -> None:

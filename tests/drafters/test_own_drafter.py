@@ -65,6 +65,32 @@ def test_own_drafter_proposes_the_period(cell):
     assert out.steps[0].draft == (1, 2, 1, 2)
 
 
+class Late(drafters.Drafter):
+    """Goes wrong behind 20 tokens, where nothing is checked: it raises or, if its rounds may be
+    recorded, proposes what no vocabulary has."""
+
+    def __init__(self, on_host):
+        self.on_host = on_host
+
+    def propose(self, seqs, tree, rng):
+        if self.on_host and int(seqs.length.max()) > 20:
+            raise LookupError("my own mistake")
+        tokens = seqs.root.expand(-1, len(tree) - 1)
+        return seqs.draft(
+            tree.nodes(tokens.device), tokens.masked_fill(seqs.length[:, None] > 20, 10**6)
+        )
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_drafter_that_goes_wrong_late_is_named_with_its_round(cell, on_host):
+    pair = cell["pair"].with_(drafter=Late(on_host))
+    with pytest.raises(LookupError) as raised:
+        pair.engine.generate(PROMPTS, 40)
+    [note] = raised.value.__notes__
+    assert re.fullmatch(r"with drafter late, after \d+ rounds", note)
+    assert (raised.traceback[-1].name == "propose") == on_host
+
+
 @pytest.fixture
 def mine(tmp_path):
     """The page's grid, in a folder with the notebook and `mine.py`."""
