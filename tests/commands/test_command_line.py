@@ -148,10 +148,12 @@ def test_a_command_line_that_cannot_be_read_is_one_line(run, words, line):
     assert len(err.splitlines()) == 1
 
 
-def test_python_m_specexp_is_the_command_line():
+def test_python_m_specexp_is_the_command_line_beside_any_file(tmp_path):
+    (tmp_path / "random.py").touch()
     command = [sys.executable, "-m", "specexp", "theory", "--alpha", "0.5", "--gamma", "2"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "tokens per target pass" in done.stdout
+    env = os.environ | {"PYTHONPATH": str(Path(names.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert "tokens per target pass" in done.stdout, done.stderr
 
 
 def test_theory_prints_the_four_figures(run):
