@@ -71,7 +71,7 @@ def drafter(thing: Drafter, target: LM) -> Drafter:
 def try_out(engine: Engine) -> None:
     """Run a few rounds with copies of the engine's drafter, rule and policy and check what they
     return. Raises UserError, one line that names the object; exceptions of the object's own code
-    are not changed. Does nothing if all three ship with specexp."""
+    stay what they are. Does nothing if all three ship with specexp."""
     if is_shipped(engine.drafter) and is_shipped(engine.rule) and is_shipped(engine.policy):
         return
     target = engine.target

@@ -176,13 +176,14 @@ class Prepared(Limits):
 
 
 @contextmanager
-def named(drafter: Drafter, rounds: Sized) -> Iterator[None]:
+def named(drafter: Drafter, rounds: Sized = ()) -> Iterator[None]:
     """Note on an exception, which may be of the drafter's own code or due to what it returned, with
-    which drafter and after how many rounds it was raised."""
+    which drafter it was raised, and after how many `rounds`."""
     try:
         yield
     except Exception as e:
-        e.add_note(f"with drafter {drafter.name}, after {counted(len(rounds), 'round')}")
+        after = f", after {counted(len(rounds), 'round')}" * bool(rounds)
+        e.add_note(f"with drafter {drafter.name}{after}")
         raise
 
 

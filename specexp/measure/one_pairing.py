@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from specexp import theory
 from specexp.api import Pairing
+from specexp.drafters import named
 from specexp.engine import Engine
 from specexp.errors import UserError, brief
 from specexp.measure import interleave, statistics
@@ -386,18 +387,19 @@ def _time_rounds(
             seqs.limit.copy_(limit)
         return step.drafted
 
-    while len(whole) < lead + VISIT_ROUNDS:
-        begin = clock(engine.target.device)
-        for rows, end in engine.start(seqs, tree, lead + VISIT_ROUNDS - len(whole))():
-            whole.append((drafted(*engine.steps(rows)), end - begin))
-            begin = end
-    while len(apart) < VISIT_ROUNDS:
-        now = [clock(engine.target.device)]
-        draft = engine.recorder.run_stage(engine, "draft", engine.draft, seqs, tree)
-        now.append(clock(engine.target.device))
-        engine.recorder.run_stage(engine, "verify", engine.verify, seqs, draft)
-        now.append(clock(engine.target.device))
-        apart.append((drafted(*engine.run(seqs, tree)), *np.diff(now)))
+    with named(engine.drafter, whole):
+        while len(whole) < lead + VISIT_ROUNDS:
+            begin = clock(engine.target.device)
+            for rows, end in engine.start(seqs, tree, lead + VISIT_ROUNDS - len(whole))():
+                whole.append((drafted(*engine.steps(rows)), end - begin))
+                begin = end
+        while len(apart) < VISIT_ROUNDS:
+            now = [clock(engine.target.device)]
+            draft = engine.recorder.run_stage(engine, "draft", engine.draft, seqs, tree)
+            now.append(clock(engine.target.device))
+            engine.recorder.run_stage(engine, "verify", engine.verify, seqs, draft)
+            now.append(clock(engine.target.device))
+            apart.append((drafted(*engine.run(seqs, tree)), *np.diff(now)))
     return whole[lead:], apart
 
 

@@ -15,7 +15,7 @@ from itertools import product
 
 import torch
 
-from specexp.drafters import warn_of_short_context
+from specexp.drafters import named, warn_of_short_context
 from specexp.engine import Engine
 from specexp.errors import UserError, first_line, ran_out
 from specexp.models.lm import LM
@@ -175,7 +175,8 @@ class EngineRows:
         warn_of_short_context(self.engine.drafter, longest)
         if self._by_length(self._covered(len(budget)), tree):
             longest = self.slots  # costs nothing, and one capture serves sequences of any length
-        return self.engine.run(self._rows(budget, longest, tree.depth), tree)
+        with named(self.engine.drafter):
+            return self.engine.run(self._rows(budget, longest, tree.depth), tree)
 
     def rehearse(self, deepest: int) -> None:
         """Capture the rounds of every size with drafts up to that depth before the first request

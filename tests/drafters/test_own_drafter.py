@@ -11,7 +11,9 @@ from rich.console import Console
 from specexp import drafters
 from specexp.errors import UserError
 from specexp.grids import points, runner
+from specexp.measure import one_pairing, under_load
 from specexp.measure.exactness import certify
+from specexp.measure.prompts import Prompt
 from specexp.tracking import runs
 
 PAGE = Path(drafters.__file__).with_name("README.md").read_text()
@@ -89,6 +91,14 @@ def test_drafter_that_goes_wrong_late_is_named_with_its_round(cell, on_host):
     [note] = raised.value.__notes__
     assert re.fullmatch(r"with drafter late, after \d+ rounds", note)
     assert (raised.traceback[-1].name == "propose") == on_host
+    texts = [Prompt(1, "code", ("x = 1\n" * 5,))]
+    for measured in (
+        lambda: one_pairing.pass_costs(pair, texts, [2]),
+        lambda: under_load.closed_loops(pair, ["always:2"], None, texts, [1], 24, 2),
+    ):
+        with pytest.raises(LookupError) as raised:
+            measured()
+        assert raised.value.__notes__[0].startswith("with drafter late")
 
 
 @pytest.fixture
