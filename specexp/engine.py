@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import torch
@@ -206,49 +207,54 @@ class Engine:
             prompts, max_new_tokens,
             slack=self.policy.widest, eos=self.eos, streams=streams, device=self.target.device,
         )  # fmt: skip
-        trace = Trace(len(prompts))
+        trace, lengths = Trace(len(prompts)), [len(prompt) for prompt in prompts]
         with named(self.drafter, trace.rounds):
-            begin = time.perf_counter()
-            seqs = self.begin(batch)
-            trace.prefill_s = time.perf_counter() - begin
-            load = Load(len(prompts), batch.tokens.shape[1])
-            lengths = [len(prompt) for prompt in prompts]
-            limits = [length + max_new_tokens for length in lengths]
-            left = max_new_tokens  # the most tokens that any row still needs
-            behind = 0  # tokens per row committed since the drafter last drafted
-            # rounds under way: trees, what waits for their reports, and `Recorder.steady` of each
-            running: deque[tuple[Tree, Callable[[], Reports], bool]] = deque()
-            while left:
-                while len(running) <= self.ahead:
-                    pending = sum(tree.depth + 1 for tree, *_ in running)  # tokens a row, at most
-                    if running and pending >= left:
-                        break  # the rounds under way may finish every row
-                    tree, hold = self._next(load, max(lengths) + pending)
-                    if tree.depth and behind:
-                        self.drafter.catch_up(seqs, behind)
-                    behind = 0 if tree.depth else behind + 1
-                    wait = self.start(seqs, tree, hold)
-                    running.append((tree, wait, self.recorder.steady))
-                tree, wait, steady = running.popleft()
-                reports = wait()
-                behind += (len(reports) - 1) * (not tree.depth)
-                for report, now in reports:
-                    last = self._reported(report, tree, now - begin)
-                    seconds = last.end_s - trace.end_s if steady else None
-                    self.policy.learn(load, Plan(tree), last.steps, seconds)
-                    trace.rounds.append(last)
-                    steady = True  # the other rounds of one wait are replays
-                    emitted = [row[1] for row in report]
-                    lengths = [length + new for length, new in zip(lengths, emitted, strict=True)]
-                live = [row[2] for row in report]
-                rows = zip(limits, lengths, live, strict=True)
-                left = max((limit - length) * goes_on for limit, length, goes_on in rows)
-                if not self.recorder.ahead and any(step.done for step in last.steps):
-                    depths = self.rows.budget[: len(prompts)].fill_(self.policy.widest)
-                    seqs = replace(seqs, budget=depths.masked_fill_(~seqs.live, -1))
-        return Generation(
-            [seqs.tokens[i, len(p) : lengths[i]].tolist() for i, p in enumerate(prompts)], trace
-        )
+            seqs = self._decode(batch, lengths, max_new_tokens, trace)
+        rows = zip(seqs.tokens, prompts, lengths, strict=True)
+        return Generation([row[len(p) : length].tolist() for row, p, length in rows], trace)
+
+    def _decode(
+        self, batch: Sequences, lengths: list[int], max_new_tokens: int, trace: Trace
+    ) -> Sequences:
+        """Prefill a batch and run rounds until every row is done; `lengths`, of its rows, and
+        `trace` are kept up to date."""
+        begin = time.perf_counter()
+        seqs = self.begin(batch)
+        trace.prefill_s = time.perf_counter() - begin
+        load = Load(len(lengths), batch.tokens.shape[1])
+        limits = [length + max_new_tokens for length in lengths]
+        left = max_new_tokens  # the most tokens that any row still needs
+        behind = 0  # tokens per row committed since the drafter last drafted
+        # rounds under way: their trees, what waits for their reports, and `Recorder.steady` of each
+        running: deque[tuple[Tree, Callable[[], Reports], bool]] = deque()
+        while left:
+            while len(running) <= self.ahead:
+                pending = sum(tree.depth + 1 for tree, *_ in running)  # tokens a row, at most
+                if running and pending >= left:
+                    break  # the rounds under way may finish every row
+                tree, hold = self._next(load, max(lengths) + pending)
+                if tree.depth and behind:
+                    self.drafter.catch_up(seqs, behind)
+                behind = 0 if tree.depth else behind + 1
+                wait = self.start(seqs, tree, hold)
+                running.append((tree, wait, self.recorder.steady))
+            tree, wait, steady = running.popleft()
+            reports = wait()
+            behind += (len(reports) - 1) * (not tree.depth)
+            for report, now in reports:
+                last = self._reported(report, tree, now - begin)
+                seconds = last.end_s - trace.end_s if steady else None
+                self.policy.learn(load, Plan(tree), last.steps, seconds)
+                trace.rounds.append(last)
+                steady = True  # the other rounds of one wait are replays
+                lengths[:] = map(add, lengths, [row[1] for row in report])
+            live = [row[2] for row in report]
+            rows = zip(limits, lengths, live, strict=True)
+            left = max((limit - length) * goes_on for limit, length, goes_on in rows)
+            if not self.recorder.ahead and any(step.done for step in last.steps):
+                depths = self.rows.budget[: len(lengths)].fill_(self.policy.widest)
+                seqs = replace(seqs, budget=depths.masked_fill_(~seqs.live, -1))
+        return seqs
 
     def _next(self, load: Load, longest: int) -> tuple[Tree, int]:
         """The tree that the policy plans, cut to what the drafter's context allows after `longest`
