@@ -65,6 +65,7 @@ def find_gaps(named: Mapping[Path, ShownAs]) -> Gaps:
             (deleted if folder.parent.name == "results" else failures).append(folder)
         elif not states or any(
             not state or state.status == "RUNNING" or experiment not in state.experiment
+            or (folder.parent.name == "results" and state.status != "FINISHED")
             or any(state.tags.get(name) != text for name, text in tags.items())
             for state in states
         ):  # fmt: skip

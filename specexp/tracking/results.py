@@ -252,7 +252,8 @@ def _move_into_place(attempt: Path, result: Path) -> Path:
     if result.exists():
         set_aside(result, "replaced")
     os.rename(attempt, result)
-    _fsync(result.parent)
+    with suppress(OSError):  # the result is there; if the move is lost, `finish` repeats it
+        _fsync(result.parent)
     return result
 
 

@@ -304,7 +304,8 @@ def _publish(folder: Path) -> list[str]:
     same = {
         rival_of(run): run
         for run in before
-        if is_whole(run) and run.data.tags.get("attempt") == tags["attempt"]
+        if is_whole(run)
+        and (run.data.tags.get("attempt"), run.info.status) == (tags["attempt"], status)
     }
     run_ids: list[str] = []
     for rival, part in results.runs_in(record).items():

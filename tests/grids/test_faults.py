@@ -298,6 +298,15 @@ def test_disk_errors_are_one_line_and_lose_nothing(bench, do):
     assert each(b, do, chosen, stays=do == "ENOSPC") == []
 
 
+def test_disk_error_once_a_result_has_moved_calls_it_failed(bench):
+    b = bench(points=2)
+    b.again()
+    done = [(what, path) for phase, what, path in b.go().events
+            if phase == "commit" and what in FITS["EIO"]]  # fmt: skip
+    last = done.index(("fsync", "/results")) + 1  # of the first point
+    assert b.struck({"do": "EIO", "phase": "commit", "at": last}) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stays", [True, False])

@@ -34,6 +34,11 @@ def half_a_run(store):
     runs.client().update_run(run_of(result), status="RUNNING")
 
 
+def called_failed(store):
+    [result, _] = sorted((store / "results").iterdir())
+    runs.client().set_terminated(run_of(result), "FAILED")
+
+
 def tag_deleted(store):
     [result, _] = sorted((store / "results").iterdir())
     runs.client().delete_tag(run_of(result), "run_key")
@@ -44,6 +49,7 @@ LOSSES = {
     "older database": (older_database, 3),
     "id emptied": (emptied_id, 3),
     "run that never ended": (half_a_run, 1),
+    "run that is called failed": (called_failed, 1),
 }
 
 
