@@ -162,6 +162,7 @@ def _faults_of_q(draft: Draft, shape: tuple[int, int, int]) -> Iterator[str]:
     tokens = draft.tokens.gather(1, children.clamp(min=0).flatten(1)).view_as(children)
     drawn = ((children >= 0) & (tokens >= 0)).any(-1)
     rows = q.float()[drawn]
+    rows = rows[(rows != 0).any(-1)]  # others were chosen
     if not rows.numel():
         return
     if not bool((rows.isfinite() & (rows >= 0)).all()):
@@ -171,7 +172,7 @@ def _faults_of_q(draft: Draft, shape: tuple[int, int, int]) -> Iterator[str]:
     if abs(worst - 1) > _SUM:
         yield (
             f"returned a q that sums to {worst:.4g}: it must be the distribution from which a "
-            "node's children were drawn, with sum 1 (q=None: they were chosen)"
+            "node's children were drawn, with sum 1 (0 everywhere, or q=None: they were chosen)"
         )
 
 

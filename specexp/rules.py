@@ -116,7 +116,7 @@ class Reject(Rule):
             child = nodes.children[..., rank].expand_as(tokens)
             x = torch.where(child >= 0, tokens.gather(1, child.clamp(min=0)), -1)
             tried, x = open_ & (x >= 0), x.clamp(min=0)[..., None]
-            drawn = _drawn(q, p, x)
+            drawn = drawn_from(q, p, x)
             ratio = left.gather(-1, x) / (self.lenience * drawn.gather(-1, x))
             accepted = tried & rng.bernoulli(ratio[..., 0].clamp(max=1), draft.keys, rank)
             ok = ok.scatter(1, child.clamp(min=0), accepted)
@@ -156,7 +156,7 @@ class Block(Rule):
         following = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -1)], 1)
         x = following.clamp(min=0)[..., None]
         exists = (following >= 0).cumprod(1).bool()  # [B, N]: draft tokens up to node i + 1
-        drawn = torch.where(exists[..., None], _drawn(draft.q, p, x), 0.0)
+        drawn = torch.where(exists[..., None], drawn_from(draft.q, p, x), 0.0)
         odds = torch.where(exists, (p.gather(-1, x) / drawn.gather(-1, x))[..., 0], 0.0)
         weights = [torch.ones_like(odds[:, 0])]
         for i in range(N - 1):
@@ -213,7 +213,7 @@ def with_bonus(draft: Draft, path: Tensor, n: Tensor, after: Tensor, rng: Rng) -
     return draft.judged(path, n, bonus)
 
 
-def _drawn(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
+def drawn_from(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
     """The distribution [B, N, V] behind x [B, N, 1]: q, or a one-hot where q(x) is 0."""
     certain = torch.zeros_like(p).scatter_(-1, x, 1.0)
     return certain if q is None else torch.where(q.gather(-1, x) > 0, q, certain)

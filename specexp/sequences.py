@@ -46,8 +46,9 @@ class Draft:
     """One round's draft tokens. tokens [B, N] int64, the root in column 0; -1: no draft token.
 
     q [B, N, V]: `q[:, i]` is the distribution from which the children of node i were drawn, without
-    replacement in sibling order. None: they were chosen, not drawn. `text`: the sequences that the
-    draft continues. `memo`: what the drafter passes to its `observe`, a tensor or a tuple of them.
+    replacement in sibling order; all 0: they were chosen, not drawn. None: all were chosen.
+    `text`: the sequences that the draft continues. `memo`: what the drafter passes to its
+    `observe`, a tensor or a tuple of them.
     """
 
     tokens: Tensor

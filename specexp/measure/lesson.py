@@ -23,6 +23,7 @@ from specexp.measure import interleave
 from specexp.measure.hardware.roofline import CONTEXT, PASSES, a_pass
 from specexp.measure.one_pairing import in_stages, single_stream_tree
 from specexp.measure.prompts import SHIPPED, Prompt
+from specexp.rules import drawn_from
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import Costs
 from specexp.tree import Tree
@@ -70,10 +71,10 @@ def rounds(pairing: Pairing, prompt: str, count: int) -> list[Snapshot]:
     snapshots: list[Snapshot] = []
     for draft, seen, verdict, step in islice(stages, count):
         drafted = [token for token in draft.tokens[0, 1:].tolist() if token >= 0]
-        p, q = (
-            x[0, : len(drafted) + more].double().cpu().numpy()
-            for x, more in ((engine.law(seen), 1), (cast(Tensor, draft.q), 0))
-        )
+        gamma, law = len(drafted), engine.law(seen)
+        at = draft.tokens[:, 1 : gamma + 1, None]
+        own = drawn_from(cast(Tensor, draft.q)[:, :gamma], law[:, :gamma], at)
+        p, q = (x[0].double().cpu().numpy() for x in (law[:, : gamma + 1], own))
         new = verdict.new[0, : step.emitted].tolist()
         snapshots.append(Snapshot(text, drafted, p, q, step.accepted, new))
         text = [*text, *new]

@@ -32,6 +32,7 @@ from specexp.models.int8 import by_address
 from specexp.models.lm import Forward
 from specexp.models.memory import rounded
 from specexp.policy import Load
+from specexp.rules import drawn_from
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.serving.cost_table import CALM
 from specexp.trace import Step, Trace
@@ -88,9 +89,8 @@ def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd
     for prompt in tqdm(prompts, desc="bias", unit="prompt"):
         [ids], distances = pairing.encode([prompt.text]), list[float]()
         for draft, seen, *_ in in_stages(engine, ids, max_new_tokens):
-            p = engine.sampling.law(seen.logits)[:, 0]
-            chosen = torch.zeros_like(p).scatter(1, draft.tokens[:, 1:2].clamp(min=0), 1.0)
-            q = chosen if draft.q is None else draft.q[:, 0]
+            p, x = engine.sampling.law(seen.logits)[:, :1], draft.tokens[:, 1:2, None].clamp(min=0)
+            q = drawn_from(None if draft.q is None else draft.q[:, :1], p, x)
             drafted = bool((draft.tokens[:, 1] >= 0).all())
             emitted = engine.rule.emitted(p, q) if drafted else p
             distances.append(float((emitted - p).abs().sum()) / 2)

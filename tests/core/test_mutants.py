@@ -409,7 +409,7 @@ MUTANTS = [
            "law_on_chains"),
     Mutant("accepts what the target never says", *reject,
            {"ratio[..., 0].clamp(max=1)": "ratio[..., 0].clamp(0.05, 1)"}, "law_on_chains"),
-    Mutant("a draft token of zero probability taken as drawn", rules, "_drawn",
+    Mutant("a draft token of zero probability taken as drawn", rules, "drawn_from",
            {"torch.where(q.gather(-1, x) > 0, q, certain)": "q"}, "law_on_trees"),
     Mutant("no draft token taken for token 0", *reject, {"open_ & (x >= 0)": "open_"},
            "law_of_chosen_tokens"),
@@ -446,9 +446,9 @@ MUTANTS = [
     Mutant("block: stops at the first that fails", *block,
            {"(passes * lengths).amax(1)": "passes.long().cumprod(1).sum(1)"}, "law_of_block"),
     Mutant("block: the last draft token judged like the others", *block,
-           {"torch.where(exists[..., None], _drawn(draft.q, p, x), 0.0)":
-            "torch.where(exists[..., None], _drawn(draft.q, p, x), draft.q[:, :1] if draft.q is "
-            "not None else 0.0)"}, "law_of_block"),
+           {"torch.where(exists[..., None], drawn_from(draft.q, p, x), 0.0)":
+            "torch.where(exists[..., None], drawn_from(draft.q, p, x), draft.q[:, :1] if draft.q "
+            "is not None else 0.0)"}, "law_of_block"),
     Mutant("block: no draft token taken for token 0", *block,
            {"(following >= 0).cumprod(1)": "(place0 >= 0).cumprod(1)",
             "x = following.clamp(min=0)[..., None]":

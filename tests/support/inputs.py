@@ -282,7 +282,8 @@ def follow(dice: Dice) -> Case:
 
 def judged(dice: Dice, tree: Tree, nodes: Nodes, B: int) -> tuple[Draft, Tensor]:
     """A draft and the target's p: draft tokens that were drawn or chosen, twins among siblings, or
-    none; q like p, or far from it, or none, or so large that nothing of p is left."""
+    none; q like p, or far from it, or none, or 0 in some rows, or so large that nothing of p is
+    left."""
     N, V = len(tree), dice.choice([2, 5, 17, 40])
     if B < 5 and dice.random() < 0.1:
         V = 2 * sampling.PART + 40
@@ -296,6 +297,7 @@ def judged(dice: Dice, tree: Tree, nodes: Nodes, B: int) -> tuple[Draft, Tensor]
     drafted = torch.multinomial(drawn.flatten(0, 1).cpu(), 1, generator=dice.torch)
     drafted = drafted.view(B, N)[:, 1:].to(dice.device)
     drafted = drafted.masked_fill(dice.uniform_(B, N - 1) < dice.choice([0, 0.2]), -1)
+    behind = behind.masked_fill(dice.uniform_(B, 1, 1) < dice.choice([0, 0.4]), 0)
     return seqs.draft(nodes, drafted, behind if dice.random() < 0.7 else None), p
 
 
