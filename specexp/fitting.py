@@ -20,6 +20,8 @@ RULES = ("match", "reject", "block", "typical")
 WEIGHING = ("reject", "block", "lenient")  # kinds that judge a draft token by its q
 CHAINS_ONLY = ("block",)
 DEFAULTS = {"ngram": 3, "recycle": 8, "suffix": 16}  # the numbers of drafters that are given none
+LONG_MATCH = 4  # tokens; a lookup drafts where so many occurred before, else what is behind it
+BEHIND_LOOKUP = ("model", "eagle", "dflash", "mtp", "medusa", "early_exit")
 NUMBERED = {"typical": "epsilon", "lenient": "lenience"}  # rules that take a number
 
 
@@ -52,9 +54,17 @@ class Limits:
     taps: int = 0
 
 
+def behind(method: str, argument: str) -> tuple[str, str]:
+    """Method and argument of the drafter behind a lookup, whose argument is that drafter's full
+    name (`naming.method_of`); of another drafter, its own."""
+    name, _, own = argument.partition(":")
+    return (name, own) if method == "lookup" else (method, argument)
+
+
 def limits_of(method: str, argument: str, layers: int) -> Limits | None:
     """The limits of a drafter that ships with specexp, except those that its heads set. None if the
     drafter itself must be asked, or refuses the argument. layers: of the target."""
+    method, argument = behind(method, argument)
     numbered = DEFAULTS | {"early_exit": max(1, layers // 4)}
     if method in ("model", "eagle", "medusa", "dflash"):
         return Limits(draws=True)

@@ -68,6 +68,8 @@ def parse_drafter(drafter: Any) -> tuple[str, str, Any]:
 def resolve_drafter(target: Any, drafter: str) -> str:
     """A drafter's full name: for a draft model the model's name, else the name as given."""
     method, argument, own = parse_drafter(drafter)
+    if own is None and method == "lookup":
+        return f"lookup:{resolve_drafter(target, argument)}"
     if method != "model" or own is not None:
         return drafter
     return argument or default_draft(target, "model")
@@ -252,7 +254,7 @@ def facts_of_pairing(*options: tuple[str, Any]) -> Answer:
         "sampling": asdict(request.sampling),
         "models": [_sizes(config, dtype, refed) for refed, config in enumerate(configs)],
     }
-    named = [o["target"], o["drafter"], request.argument]
+    named = [o["target"], o["drafter"], fitting.behind(request.method, request.argument)[1]]
     read = read_from(named, [request.folder, *used])
     return facts, read and [*read, *([OWN_CODE] if request.own is not None else [])]
 

@@ -83,6 +83,11 @@ class Drafter(ABC):
         built = objects.construct("drafter", request.method, cls, request.argument)
         return Prepared(lambda target: built, draws=built.draws)
 
+    def give_way(self) -> None:
+        """Be told, before `allocate`, that another draft may be verified in place of its own
+        (`lookup`), so that what its own drafts left in caches must be fed again. Does nothing by
+        default. Raises UserError if this drafter cannot."""
+
     def allocate(self, B: int, S: int) -> None:
         """Allocate state for B empty rows of S slots."""
 

@@ -80,6 +80,9 @@ class Crossed(Drafter):
         self.shared = token_map.shared.to(lm.device)
         lm.refed = self.pieces.shape[1]
 
+    def give_way(self) -> None:
+        raise UserError(f"{self.name} cannot draft behind a lookup: its text is not the target's")
+
     def allocate(self, B: int, S: int) -> None:
         """The draft model's sequences are cut at 2 * S tokens; beyond, drafts are poor."""
         self.longest, self.most, self.shaped_by = 2 * S, 1, (1,)

@@ -2,8 +2,9 @@
 
 (Leviathan et al. 2022; Chen et al. 2023.) The deepest level of a draft is never fed, so after a
 fully accepted draft its last token is missing from the draft model's cache. Therefore the first
-pass of a round always feeds the last two committed tokens. `catch_up` feeds the prompt and tokens
-committed without a draft.
+pass of a round always feeds the last two committed tokens; if other drafts may be accepted in place
+of its own, as many as the deepest draft so far. `catch_up` feeds the prompt and tokens committed
+without a draft.
 
 A draft model whose config names a `pard_token` was taught to draft in parallel (An et al. 2025,
 PARD, arXiv 2504.18583): one pass, over as many of these tokens as the draft is deep.
@@ -39,14 +40,20 @@ class DraftModel(Drafter):
         self.models: tuple[LM, ...] = (lm,)
         lm.refed = 1  # `propose` feeds the token before the root again
         self.context = lm.context
+        self.again, self.gives_way = 1, False  # how many tokens before the root it feeds again
+
+    def give_way(self) -> None:
+        insist_on_rereading(not self.lm.keeps_last_slots_only, self.lm.name)
+        self.gives_way = True
 
     def allocate(self, B: int, S: int) -> None:
         self.lm.allocate(B, S)
 
     def catch_up(self, seqs: Sequences, missed: int) -> None:
-        self.lm.refill(seqs, missed + 1)  # the last draft's deepest token was never fed
+        self.lm.refill(seqs, missed + self.again)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        self._reach(tree)
         rows = seqs
         if seqs.budget is not None and self.lm.net.parts:
             # a state cannot read a token twice, so rows that sit out write padding after it
@@ -54,13 +61,19 @@ class DraftModel(Drafter):
 
         def step(level: Level) -> Tensor:
             if level.depth == 0:
-                return self.lm.follow(rows, 2)
+                return self.lm.follow(rows, 1 + self.again)
             return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
         return grow(seqs, tree, step, self.sampling, rng)
 
+    def _reach(self, tree: Tree) -> None:
+        """Where none of a draft may be left in the cache: feed again all that one can replace."""
+        if self.gives_way:
+            self.again = max(self.again, tree.depth)
+            self.shaped_by = (self.again,)
+
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
-        if not draft.nodes.is_chain:
+        if not (self.gives_way or draft.nodes.is_chain):
             places = torch.take_along_dim(draft.memo, verdict.path, 1)
             self.lm.keep(seqs, draft, replace(verdict, path=places))
 
@@ -74,35 +87,26 @@ class ParallelModel(DraftModel):
     def __init__(self, lm: LM, sampling: Sampling, mask: int) -> None:
         """mask: the token. Raises UserError if there is no such token, or for a model that cannot
         read a token twice."""
-        if lm.keeps_last_slots_only:
-            raise UserError(f"{lm.name} cannot draft in parallel: it has states or windows")
         if not 0 <= mask < lm.config.vocab_size:
             raise UserError(
                 f"{lm.name} cannot draft in parallel: its pard_token is {mask}, and its vocabulary "
                 f"has {lm.config.vocab_size} tokens"
             )
         super().__init__(lm, sampling)
+        self.give_way()
         self.mask = mask
-        self.deepest = 0  # depth of the drafts so far
-
-    def catch_up(self, seqs: Sequences, missed: int) -> None:
-        self.lm.refill(seqs, missed + self.deepest)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        self.deepest = max(self.deepest, tree.depth)
-        self.shaped_by = (self.deepest,)
+        self._reach(tree)
 
         def masked() -> Tensor:
-            from_root = torch.arange(-self.deepest, tree.depth, device=self.lm.device)[None]
+            from_root = torch.arange(-self.again, tree.depth, device=self.lm.device)[None]
             slots = seqs.places(from_root)
             tokens = torch.where(from_root > 0, self.mask, seqs.read(slots))
             tokens = seqs.drafting(tokens, 0)
             return self.lm.feed(seqs, tokens, slots, slots, None, last=tree.depth).logits
 
         return grow(seqs, tree, at_once(masked), self.sampling, rng)
-
-    def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
-        """Nothing of a draft is in the cache."""
 
 
 def of_model(lm: LM, sampling: Sampling) -> DraftModel:
@@ -168,6 +172,14 @@ def check_device_and_dtype(model: LM, target: LM) -> None:
         raise UserError(
             f"draft model {model.name} is in {str(model.dtype)[6:]} and target {target.name} in "
             f"{str(target.dtype)[6:]}: convert one with .to({target.dtype})"
+        )
+
+
+def insist_on_rereading(able: bool, name: str) -> None:
+    """Raise UserError for a model that cannot read a token twice and would have to."""
+    if not able:
+        raise UserError(
+            f"{name} cannot draft in parallel or behind a lookup: it has states or windows"
         )
 
 

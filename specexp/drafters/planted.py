@@ -37,6 +37,9 @@ class Planted(Drafter):
         self.sampling, self.rng = sampling, sampling.rng(seed)
         self.models, self.reads, self.context = real.models, real.reads, real.context
 
+    def give_way(self) -> None:
+        raise UserError(f"{self.name} cannot draft behind a lookup: its rate would be another")
+
     def allocate(self, B: int, S: int) -> None:
         self.real.allocate(B, S)
         self.future = torch.zeros(B, S, dtype=torch.int64, device=self.target.device)

@@ -64,6 +64,10 @@ def as_written(message: str, params: Mapping[str, Any], notebook: Path, grid: Pa
 def _parts(name: str, text: str) -> Iterator[tuple[str, str, str]]:
     """What stands before, in and after the path that a text may be, or may hold behind a colon
     (`eagle:FOLDER`, `trace:FILE`, `FOLDER+int8`)."""
+    if text.startswith(lookup := "lookup:"):
+        for head, path, tail in _parts(name, text.removeprefix(lookup)):
+            yield lookup + head, path, tail
+        return
     known = fitting.methods() if name in DRAFTERS else ("all", *prompts.NAMES)
     method, colon, argument = text.partition(":")
     for head, rest in (("", "" if text in known else text), (method + colon, argument)):

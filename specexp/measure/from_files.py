@@ -248,6 +248,7 @@ def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any
     limits = fitting.limits_of(method, argument, target.config.num_hidden_layers)
     if not limits:
         return None
+    named, (method, _) = method, fitting.behind(method, argument)
     used, itemsize = [target], BYTES[asked["dtype"] or "float32"]
     roles = shelf.METHODS.get(method, ("draft",))
     if source and "draft" not in roles:
@@ -266,7 +267,7 @@ def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any
         used.append(known(model, source))
         _insist(used[1].tokens == target.tokens)
     return {
-        "method": method,
+        "method": named,
         "limits": {limit.name: getattr(limits, limit.name) for limit in fields(fitting.Limits)},
         "models": [one.sizes(itemsize) for one in used],
     }

@@ -47,8 +47,17 @@ def locate(name: str) -> str:
 
 def method_of(drafter: str) -> tuple[str, str] | None:
     """Method and argument of a drafter; None for code of one's own, which is not imported. A
-    model's name alone means `model:NAME`. Raises UserError for a name that no drafter has."""
+    model's name alone means `model:NAME`, and `lookup` alone `lookup:model`. Raises UserError for a
+    name that no drafter has."""
     method, _, argument = drafter.partition(":")
+    if method == "lookup":
+        behind = method_of(argument or "model") or (argument, "")
+        if behind[0] not in fitting.BEHIND_LOOKUP:
+            raise UserError(
+                f"drafter {drafter}: a lookup goes before {', '.join(fitting.BEHIND_LOOKUP)} or a "
+                f"draft model's name, such as lookup:eagle, and not before {behind[0]}"
+            )
+        return method, ":".join(filter(None, behind))
     if method in fitting.shipped():
         return method, argument
     if Path(drafter).is_dir() or drafter in {m.name for m in shelf.models()}:
@@ -78,7 +87,7 @@ def insist_on_drafter(drafter: str, target: str) -> None:
     """Raise UserError for a drafter that no file or module could be; for a draft model or heads
     that are not there; or if the zoo has none for this target, if there is one, and none are
     named."""
-    method, argument = method_of(drafter) or ("", "")
+    method, argument = fitting.behind(*(method_of(drafter) or ("", "")))
     if method in shelf.METHODS and (target or argument):
         source_of(drafter, target)
 
@@ -86,7 +95,7 @@ def insist_on_drafter(drafter: str, target: str) -> None:
 def source_of(drafter: str, target: str) -> str | None:
     """The folder or hub id of the model or heads with which a shipped method drafts for this
     target; None if it needs none. Raises UserError if there is none of that name, or none here."""
-    method, argument = method_of(drafter) or ("", "")
+    method, argument = fitting.behind(*(method_of(drafter) or ("", "")))
     if method == "planted":
         method, argument = "model", argument.partition(",")[2]
     if method in shelf.METHODS or (method == "crossed" and argument):

@@ -20,6 +20,7 @@ from specexp.policy import Fixed, Plan
 from specexp.rules import Block, Match, Reject, Typical
 from specexp.rules import of as rules_of
 from specexp.sampling import Sampling
+from specexp.sequences import Sequences
 from specexp.tree import Tree
 
 ROUNDING = 1e-12
@@ -54,7 +55,7 @@ CHAIN_RULES = RULES | {"block": Block()}
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 chain_rules = pytest.mark.parametrize("rule", CHAIN_RULES.values(), ids=CHAIN_RULES)
 laws = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-DRAFTERS = ["null", "ngram", "scripted", "drawn", "chosen"]
+DRAFTERS = ["null", "ngram", "scripted", "drawn", "chosen", "lookup"]
 
 
 def rounds():
@@ -119,6 +120,18 @@ def test_first_eos_ends_the_text(rule, drafter, eos):
 def test_rows_of_a_ragged_batch_are_independent(rule, drafter):
     engine = toy_engine(CHAIN_RULES[rule], drafter, V=2, eos=(1,))
     assert gap(engine, texts(2, 2, rows=2), 3, [Tree.chain(2)]) <= ROUNDING
+
+
+@pytest.mark.parametrize("rule", ["reject", "block"])
+def test_drafts_of_which_only_some_rows_were_drawn_keep_the_distribution(rule):
+    """In two rows of one batch, of which one, both or none repeats itself at first."""
+    cases, tree, drawn = texts(2, 4, rows=2)[1:], Tree.chain(2), set()
+    for case in cases:
+        engine = toy_engine(CHAIN_RULES[rule], "lookup", V=2)
+        seqs = engine.begin(Sequences.of(case, 2, slack=3))
+        drawn |= {tuple(bool(row.any()) for row in engine.draft(seqs, tree).q)}
+    assert drawn == {(True, True), (True, False), (False, False)}
+    assert gap(toy_engine(CHAIN_RULES[rule], "lookup", V=2), cases, 2, [tree]) <= ROUNDING
 
 
 @pytest.mark.parametrize("drafter", ["scripted", *also("drawn")])

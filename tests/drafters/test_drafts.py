@@ -69,7 +69,7 @@ def test_draft_tokens_match_the_definition_every_round(kind):
 def test_a_model_that_cannot_read_a_token_twice_does_not_draft_in_parallel(family):
     draft = of_module(copy.deepcopy(module(family)), "mine")
     draft.config.pard_token = 1
-    with pytest.raises(UserError, match="mine cannot draft in parallel: it has states or windows"):
+    with pytest.raises(UserError, match=r"mine cannot draft in parallel .* has states or windows"):
         of_model(draft, Sampling())
 
 

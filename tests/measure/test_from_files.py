@@ -19,7 +19,7 @@ ZOO = [m.name for m in shelf.models(shelf.shipped()) if m.role in ("target", "dr
 DRAFTERS = (
     "plain", "ngram", "suffix:4", "recycle", "recycle:3", "early_exit", "early_exit:2", "model",
     "sibling-1m", "random-tiny", "planted:0.5", "planted:0.5,sibling-1m", "medusa", "eagle",
-    "dflash",
+    "dflash", "lookup", "lookup:sibling-1m", "lookup:eagle", "lookup:dflash", "lookup:early_exit:2",
 )  # fmt: skip
 TEMPLATE = """{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""

@@ -52,7 +52,7 @@ ROOT = Path(__file__).parents[2]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gpt2", "gpt_neox", "opt")
 DRAFTERS = (
     "model", "sibling-1m", "eagle", "dflash", "medusa", "early_exit:4", "ngram", "suffix",
-    "recycle", "planted:0.8",
+    "recycle", "planted:0.8", "lookup:eagle",
 )  # fmt: skip
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

@@ -31,6 +31,7 @@ from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.dflash import BlockDrafter
 from specexp.drafters.eagle import EagleLayer, ParallelEagle
 from specexp.drafters.early_exit import EarlyExit
+from specexp.drafters.lookup import Lookup
 from specexp.drafters.medusa import MedusaHeads
 from specexp.drafters.model import DraftModel, ParallelModel
 from specexp.drafters.ngram import NGram
@@ -66,6 +67,7 @@ SHAPES = [(r, t) for r in RULES for t in TREES if r != "block" or TREES[t].is_ch
 DRAFTERS = (
     "null", "ngram", "model", "chosen", "self", "parallel", "early_exit", "medusa", "eagle",
     "eagle3", "peagle", "mtp", "dflash", "dspark", "crossed", "planted", "suffix", "recycle",
+    "lookup", "lookup_eagle3",
 )  # fmt: skip
 
 
@@ -140,6 +142,9 @@ def drafter(kind: str, target: LM, law: Sampling, seed: int = 0):
         return Suffix(V, 8)
     if kind == "recycle":
         return Recycle(target, 4)
+    if kind.startswith("lookup"):
+        other = drafter(kind.removeprefix("lookup_") if "_" in kind else "model", target, law)
+        return Lookup(Suffix(V, 8), other, 2)
     same = target.apart("itself")
     if kind == "self":
         return DraftModel(same, law)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter
+from specexp.drafters.lookup import Lookup
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.drafters.plain import Plain
+from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.models.load import of_module
 from specexp.models.processors import NoRepeatNgram, Processors, RepetitionPenalty, SequenceBias
@@ -149,6 +151,7 @@ def toy_engine(
         "scripted": Scripted(V),
         "drawn": DraftModel(drafting, sampling),
         "chosen": DraftModel(drafting, Sampling()),
+        "lookup": Lookup(Suffix(V, 4), DraftModel(drafting, sampling), 1),
     }
     target = of_module(Toy(V, p, 1, blind, dtype), "target")
     return Engine(target, made[drafter], Fixed(Tree.chain(0)), sampling, rule, seed, eos)
