@@ -16,6 +16,7 @@ from specexp.errors import UserError, counted
 from specexp.zoo import naming
 
 NOT_THERE = "has no such drafter"
+SUFFIXES = ("eagle3", "mtp", "parallel")  # what TensorRT-LLM puts a suffix automaton before
 
 
 class _Cannot(Exception):
@@ -47,12 +48,13 @@ def options(plan: Plan, target: str) -> dict[str, str]:
 
 def _method(drafter: str, target: str) -> tuple[str, str]:
     """The method's name, or that of its heads' kind, or `parallel` for a draft model that drafts in
-    one pass, and its argument: the folder or hub id of a model or heads if it has one. Raises
-    UserError if these are not there any more."""
+    one pass, after `lookup:` behind a lookup, and its argument: the folder or hub id of a model or
+    heads if it has one. Raises UserError if these are not there any more."""
     try:
-        method, argument = naming.method_of(drafter) or ("", "")
+        named, argument = naming.method_of(drafter) or ("", "")
     except UserError:  # a class of one's own, from another folder
         return "", ""
+    method, argument = fitting.behind(named, argument)
     source = naming.source_of(drafter, target)
     if method in ("eagle", "dflash") and source:
         from specexp.models.heads import layouts
@@ -63,7 +65,7 @@ def _method(drafter: str, target: str) -> tuple[str, str]:
 
         if getattr(load.read_config(source).get_text_config(), "pard_token", None) is not None:
             method = "parallel"
-    return method, source or argument
+    return "lookup:" * (named == "lookup") + method, source or argument
 
 
 def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
@@ -119,7 +121,9 @@ def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "ngram": {"decoding_type": "NGram", "max_matching_ngram_size": _match(argument),
                   "is_use_oldest": False},
     }  # fmt: skip
-    own = methods.get(method) or _no()
+    own = methods.get(behind := method.removeprefix("lookup:")) or _no()
+    if behind != method:
+        own |= {"sa_config": {"threshold": fitting.LONG_MATCH}} if behind in SUFFIXES else _no()
     own |= {"max_draft_len": max(schedule.values())}
     text = json.dumps(own)[:-1].replace('"', "")
     by_batch = ", ".join(f"{last}: {draft}" for last, draft in schedule.items())
@@ -128,16 +132,21 @@ def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
     draft, most = next(iter(schedule.values())), max(schedule)
+    behind = method.removeprefix("lookup:")
+    lookup = (
+        f",ngram-simple --spec-ngram-simple-size-n {fitting.LONG_MATCH} "
+        f"--spec-ngram-simple-size-m {draft}"
+    ) * (behind != method)
     if method == "ngram":
         own = (
             f"--spec-type ngram-simple --spec-ngram-simple-size-n {_match(argument)} "
             f"--spec-ngram-simple-size-m {draft}"
         )
-    elif method == "mtp":
-        own = f"--spec-type draft-mtp --spec-draft-n-max {draft}"
-    elif method in ("model", "eagle3", "dflash", "dspark"):
-        kind = "draft-simple" if method == "model" else f"draft-{method}"
-        own = f"--spec-type {kind} --spec-draft-n-max {draft} --spec-draft-model DRAFT.gguf"
+    elif behind == "mtp":
+        own = f"--spec-type draft-mtp{lookup} --spec-draft-n-max {draft}"
+    elif behind in ("model", "eagle3", "dflash", "dspark"):
+        kind = "draft-simple" if behind == "model" else f"draft-{behind}"
+        own = f"--spec-type {kind}{lookup} --spec-draft-n-max {draft} --spec-draft-model DRAFT.gguf"
     else:
         _no()
     return f"{own} -np {most}  # at most {counted(most, 'request')} at once, always on"

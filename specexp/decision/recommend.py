@@ -301,6 +301,8 @@ def _named(drafter: str, target: str) -> str:
     """`model` by the name of the target's default draft; `model:NAME` by NAME."""
     with suppress(UserError):
         method, argument = naming.method_of(drafter) or ("", "")
+        if method == "lookup":
+            return f"lookup:{_named(argument, target)}"
         if method == "model":
             return argument or shelf.default_draft(target).name
     return drafter

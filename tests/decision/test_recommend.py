@@ -285,6 +285,27 @@ def test_a_draft_model_and_heads_are_named_by_their_folder():
     assert "draft-eagle3" in heads["llama.cpp"]
 
 
+def test_a_lookup_before_another_drafter_is_an_option_of_that_drafter():
+    written = engines.options(plan("lookup:eagle"), "target-10m")
+    own = yaml.safe_load(written["TensorRT-LLM"])["speculative_config"]
+    assert (own["decoding_type"], own["sa_config"]) == ("Eagle3", {"threshold": 4})
+    assert own["speculative_model"] == str(shelf.find("target-10m-eagle3"))
+    assert written["llama.cpp"].startswith(
+        "--spec-type draft-eagle3,ngram-simple --spec-ngram-simple-size-n 4 "
+        "--spec-ngram-simple-size-m 4 --spec-draft-n-max 4 --spec-draft-model DRAFT.gguf"
+    )
+    for engine in ("vLLM", "SGLang", "transformers"):
+        assert written[engine] == engines.NOT_THERE
+    written = engines.options(plan("lookup:mtp"), "target-10m")
+    assert "sa_config" in yaml.safe_load(written["TensorRT-LLM"])["speculative_config"]
+    assert written["llama.cpp"].startswith("--spec-type draft-mtp,ngram-simple --spec-ngram-simple")
+    for name in ("lookup", "lookup:sibling-1m", "lookup:dflash"):  # documented for no such drafter
+        written = engines.options(plan(name), "target-10m")
+        assert written["TensorRT-LLM"] == engines.NOT_THERE
+        assert ",ngram-simple " in written["llama.cpp"]
+    assert set(engines.options(plan("lookup:medusa"), "target-10m").values()) == {engines.NOT_THERE}
+
+
 def test_a_targets_own_layer_needs_no_other_model():
     written = engines.options(plan("mtp"), "target-10m")
     assert json.loads(shlex.split(written["vLLM"])[1])["method"] == "mtp"
