@@ -16,7 +16,6 @@ from torch import Tensor
 from specexp import drafters
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.drafters.model import insist_on_rereading
-from specexp.drafters.ngram import matched_until
 from specexp.drafters.suffix import Suffix
 from specexp.fitting import LONG_MATCH, behind
 from specexp.models.lm import Forward
@@ -55,8 +54,7 @@ class Lookup(Drafter):
         if not tree.depth:
             return draft
         found = self.lookup.propose(seqs, tree, rng)
-        matched = matched_until(seqs, self.least).amax(1, keepdim=True)
-        sure = (matched >= self.least) & (found.tokens[:, 1:2] >= 0)  # [B, 1]
+        sure = repeats(seqs, self.least) & (found.tokens[:, 1:2] >= 0)  # [B, 1]
         nodes = draft.nodes
         if tree.width:  # its shape is another in each row
             parents = torch.where(sure, found.nodes.parents, nodes.parents)
@@ -68,6 +66,15 @@ class Lookup(Drafter):
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         self.other.observe(seqs, draft, verdict, seen)
+
+
+def repeats(seqs: Sequences, n: int) -> Tensor:
+    """[B, 1] bool: whether a row's last n tokens, root included, occurred before."""
+    device = seqs.tokens.device
+    last = seqs.read(seqs.places(torch.arange(1 - n, 1, device=device)[None]))
+    spans = seqs.tokens.unfold(1, n, 1)  # [B, S - n + 1, n]
+    before = torch.arange(n, n + spans.shape[1], device=device) < seqs.length[:, None]
+    return ((spans == last[:, None]).all(-1) & before).any(1, keepdim=True)
 
 
 def prepare(request: Request) -> Prepared:
