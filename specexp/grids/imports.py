@@ -429,9 +429,9 @@ def _files(module: str, folder: Path) -> Iterator[Path]:
 
 
 def _drafters(texts: Iterable[str]) -> set[str]:
-    """The modules of the drafters that these texts name, as METHOD or METHOD:ARGUMENT."""
+    """The modules of the drafters that these texts name, also behind `lookup:`."""
     methods = {path.stem for path in (PACKAGE / "drafters").glob("[a-z]*.py")}
-    named = methods & {text.partition(":")[0] for text in texts}
+    named = methods & {part for text in texts for part in text.split(":")[:2]}
     return {f"{_DRAFTERS}{name}" for name in named}
 
 

@@ -52,6 +52,8 @@ REFUSED = {
     "generate --prompt a --drafter no.such:Drafter": "there is no module no.such",
     "generate --prompt a --drafter nomine:Echo": "there is no module nomine",
     "generate --prompt a --drafter statistics.Echo": "did you mean 'statistics:Echo'?",
+    "generate --prompt a --drafter lookup:ngram": "and not before ngram",
+    "generate --prompt a --drafter lookup:siblin-3m": "did you mean 'sibling-3m'?",
     "generate --prompt a --rule rejct": "did you mean 'reject'?",
     "generate --prompt a --rule lenient:2": "lenience is 2",
     "generate --prompt a --tree 3y2": "such as 3x2x1",

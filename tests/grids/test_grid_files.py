@@ -835,8 +835,14 @@ def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypa
         ("target", "target-10m", "target-10m"),
         (
             "drafters",
-            ["ngram", "eagle:model", "ngram:4"],
-            ["ngram", "eagle:grids/model", "ngram:4"],
+            ["ngram", "eagle:model", "ngram:4", "lookup:eagle:model", "lookup:model+int8"],
+            [
+                "ngram",
+                "eagle:grids/model",
+                "ngram:4",
+                "lookup:eagle:grids/model",
+                "lookup:grids/model+int8",
+            ],
         ),
         ("arrivals", "trace:gaps.txt", "trace:grids/gaps.txt"),
         ("own", "gaps.txt", "grids/gaps.txt"),

@@ -110,6 +110,14 @@ def test_drafter_named_in_a_cell_is_in_the_key(tmp_path):
     assert "specexp/drafters/medusa.py" in files(own, name="medusa")
 
 
+@pytest.mark.parametrize(("behind", "method"), [("eagle", "eagle"), ("sibling-3m", "model")])
+def test_drafter_behind_a_lookup_is_in_the_key(tmp_path, behind, method):
+    own = write(tmp_path / "own.ipynb", f"specexp.load(drafter='lookup:{behind}')\nimport specexp")
+    for counted in (files(own), files(ACCEPTANCE, drafter=f"lookup:{behind}")):
+        for name in ("lookup", "suffix", method):
+            assert f"specexp/drafters/{name}.py" in counted
+
+
 def test_kernels_are_in_the_keys_of_their_device(package, monkeypatch):
     with (package / "engine.py").open("a") as engine:
         engine.write("\nfrom specexp import ops\n")
@@ -318,7 +326,8 @@ def test_what_code_reads_and_then_writes_is_in_the_key(tmp_path, cell):
 
 def test_model_that_code_names_is_in_the_key(tmp_path, tiny_folders):
     shutil.copytree(tiny_folders[1], tmp_path / "mine")
-    for cell in ("import helper", "specexp.load('./mine+int8')", "load(drafter='eagle:mine')"):
+    for cell in ("import helper", "specexp.load('./mine+int8')", "load(drafter='eagle:mine')",
+                 "load(drafter='lookup:eagle:mine')"):  # fmt: skip
         (tmp_path / "helper.py").write_text("import specexp\nspecexp.load('mine')")
         write(tmp_path / "own.ipynb", cell)
         before = load(tmp_path / "own.yaml", notebook="own.ipynb")
