@@ -219,6 +219,30 @@ def blocks() -> str:
     return paragraph(text.replace("%", " %"), 104)
 
 
+def lookups() -> str:
+    """drafters/README: tokens per pass behind a lookup, and without it."""
+    runs = pd.DataFrame(load("lookup")["runs"]).set_index(["temperature", "gamma", "drafter"])
+    length = runs["acceptance/length"]
+
+    def both(temperature: float, gamma: int, drafter: str) -> str:
+        alone, behind = (length[temperature, gamma, f"{p}{drafter}"] for p in ("", "lookup:"))
+        return f"{behind:.2f} instead of {alone:.2f}"
+
+    few, many = ([both(0.0, n, name) for name in ("eagle", "dflash", "sibling-3m")]
+                 for n in (3, 7))  # fmt: skip
+    editing = runs["length/editing"]
+    return paragraph(
+        "Where the text repeats itself, a lookup drafts more of it right than a network. Behind a "
+        f"lookup, a greedy target pass yields {few[0]} tokens from three draft tokens of EAGLE-3, "
+        f"{few[1]} with the zoo's DSpark heads and {few[2]} with sibling-3m; from seven draft "
+        f"tokens {many[0]}, {many[1]} and {many[2]}. Edits of a text gain most, "
+        f"{editing[0.0, 7, 'lookup:eagle']:.2f} instead of {editing[0.0, 7, 'eagle']:.2f} from "
+        "seven of EAGLE-3. At temperature 1, three draft tokens gain "
+        f"nothing with EAGLE-3 ({both(1.0, 3, 'eagle')}) and sibling-3m "
+        f"({both(1.0, 3, 'sibling-3m')}; [data](../../data/measurements/lookup.json)).", 104,
+    )  # fmt: skip
+
+
 def all_drafters() -> str:
     """drafters/README: one row a drafter, and what they share."""
     labels = {"model": "`model` (sibling-3m)", "early_exit:4": "`early_exit:4` (untrained for it)"}
@@ -356,6 +380,7 @@ TEXTS: dict[str, Callable[[], str]] = {
         eight_bits,
         all_drafters,
         blocks,
+        lookups,
         few_prompts,
         servers,
         simulated,
