@@ -95,9 +95,9 @@ def try_out(engine: Engine) -> None:
 def copied(thing: Any, target: LM, stand_in: LM) -> Any:
     """A deep copy that shares the weights of models and has `stand_in` in place of the target."""
     memo: dict[int, Any] = {id(target): stand_in}
-    for part in vars(thing).values() if hasattr(thing, "__dict__") else ():
-        if isinstance(part, nn.Module):
-            memo[id(part)] = part
+    parts = [*getattr(thing, "__dict__", {}).values()]
+    parts += [part for own in parts if isinstance(own, Drafter) for part in vars(own).values()]
+    memo |= {id(part): part for part in parts if isinstance(part, nn.Module)}
     others = (model for model in getattr(thing, "models", ()) if model is not target)
     memo |= {id(model): model.apart() for model in others}
     return copy.deepcopy(thing, memo)

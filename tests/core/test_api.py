@@ -356,7 +356,7 @@ def another_root(draft):
         (put(282), "drafter bad proposed token 282, outside the vocabulary of 282 tokens"),
         (put(-2), "drafter bad proposed token -2, outside the vocabulary"),
         (another_root, "drafter bad changed the root"),
-        (with_q(lambda B, N, V: torch.zeros(B, N, V)), "drafter bad returned a q that sums to 0"),
+        (with_q(lambda B, N, V: torch.ones(B, N, V) / 564), "bad returned a q that sums to 0.5"),
         (with_q(lambda B, N, V: torch.ones(B, N, V)), "returned a q that sums to 282"),
         (with_q(lambda B, N, V: -torch.ones(B, N, V)), "negative or non-finite entries"),
         (with_q(lambda B, N, V: torch.ones(B, V)), "returned q [2, 282] in torch.float32: it must"),

@@ -303,6 +303,23 @@ def test_rule_that_does_not_reduce_p_for_a_sibling_is_a_bug():
     assert "tokens of unreduced on fresh noise" in failed(broken)
 
 
+class Trusting(Reject):
+    """The planted bug: where the row of q is 0, what was chosen is as good as accepted."""
+
+    name = "trusting"
+
+    def __call__(self, draft, p, rng):
+        following = draft.tokens.roll(-1, 1).clamp(min=0)[..., None]
+        certain = torch.zeros_like(p).scatter_(-1, following, 1.0)
+        return super().__call__(draft, torch.where(draft.q.any(-1, keepdim=True), p, certain), rng)
+
+
+def test_rule_that_trusts_what_was_chosen_among_what_was_drawn_is_a_bug():
+    broken = tiny.engine("lookup", "chain", "reject", temperature=0.9)
+    broken.rule = Trusting()
+    assert "tokens of trusting on fresh noise" in failed(broken, tiny.PROMPTS * 8)
+
+
 class Lenient(Match):
     """The planted bug, at temperature 0: a draft token whose logit is near the best will do."""
 

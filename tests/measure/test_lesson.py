@@ -8,6 +8,8 @@ import torch
 from support import tiny
 
 from specexp import api, theory
+from specexp.drafters.lookup import Lookup
+from specexp.drafters.suffix import Suffix
 from specexp.errors import UserError
 from specexp.measure import lesson
 from specexp.measure.prompts import Prompt
@@ -52,6 +54,19 @@ def test_p_and_q_are_the_models_distributions(pairing, snapshots):
                 )
                 expected = lm.module(ids).logits[0, -1, : lm.vocab].double().softmax(-1)
                 assert np.allclose(getattr(snap, name)[i], expected.detach(), atol=1e-5)
+
+
+def test_a_token_that_was_looked_up_counts_as_drawn_from_a_certain_q(pairing):
+    own = pairing.apart()
+    behind = Lookup(Suffix(own.target.vocab), own.engine.drafter, 1)
+    looked_up = own.with_(drafter=behind)
+    snapshots = lesson.rounds(looked_up, 3 * TEXT, 8)
+    most = [q.max() for snap in snapshots for q in snap.q]
+    assert min(most) < 1 == max(most)
+    assert np.allclose([q.sum() for snap in snapshots for q in snap.q], 1)
+    table = lesson.outcomes(looked_up, snapshots)
+    certain = table[(table["q"] == 1) & table["chance"].notna()]
+    assert (certain["chance"] == certain["p"]).all()
 
 
 def test_outcomes_have_chance_and_outcome_of_every_draft_token(snapshots, pairing):

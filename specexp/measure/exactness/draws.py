@@ -241,7 +241,9 @@ class Witness:
         tokens = draft.tokens if draft.q is None else self._redrawn(draft, draft.q)
         fresh = replace(draft, tokens=tokens, text=text, memo=None)
         verdict = engine.rule(fresh, p, engine.rng)
-        favoured = _drafted_at(draft, p) if draft.q is None else draft.q > p
+        favoured = _drafted_at(draft, p)
+        if draft.q is not None:
+            favoured = torch.where(draft.q.any(-1, keepdim=True), draft.q > p, favoured)
         self._count(self.judged, verdict, (verdict.n + 1) * draft.text.live, p, favoured)
         self.streams += B
         self.left -= p.numel()
