@@ -566,9 +566,9 @@ MUTANTS = [
     Mutant("accepted path moved to its slots in a ring", SlotCache, "place",
            {"slots % (size - 1)": "slots.clamp(max=size - 1)"}, "texts_in_windows"),
     Mutant("draft's accepted path left where it was", DraftModel, "observe",
-           {"if not draft.nodes.is_chain:": "if False:"}, "speed"),
+           {"if not (self.gives_way or draft.nodes.is_chain):": "if False:"}, "speed"),
     Mutant("only the root is fed again", DraftModel, "propose",
-           {"self.lm.follow(rows, 2)": "self.lm.follow(rows, 1)"}, "speed"),
+           {"self.lm.follow(rows, 1 + self.again)": "self.lm.follow(rows, 1)"}, "speed"),
     # From logits to a law
     Mutant("top-p keeps one token too few", *law,
            {"ranked.cumsum(-1) - ranked >= self.top_p": "ranked.cumsum(-1) > self.top_p"},
