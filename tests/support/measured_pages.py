@@ -237,9 +237,10 @@ def lookups() -> str:
         f"{few[1]} with the zoo's DSpark heads and {few[2]} with sibling-3m; from seven draft "
         f"tokens {many[0]}, {many[1]} and {many[2]}. Edits of a text gain most, "
         f"{editing[0.0, 7, 'lookup:eagle']:.2f} instead of {editing[0.0, 7, 'eagle']:.2f} from "
-        "seven of EAGLE-3. At temperature 1, three draft tokens gain "
-        f"nothing with EAGLE-3 ({both(1.0, 3, 'eagle')}) and sibling-3m "
-        f"({both(1.0, 3, 'sibling-3m')}; [data](../../data/measurements/lookup.json)).", 104,
+        "seven of EAGLE-3. At temperature 1, where the lookup's tokens are chosen, not drawn, a "
+        f"pass yields {both(1.0, 3, 'eagle')} from three draft tokens of EAGLE-3 and "
+        f"{both(1.0, 3, 'sibling-3m')} with sibling-3m "
+        "([data](../../data/measurements/lookup.json)).", 104,
     )  # fmt: skip
 
 
