@@ -67,7 +67,8 @@ class DraftModel(Drafter):
         return grow(seqs, tree, step, self.sampling, rng)
 
     def _reach(self, tree: Tree) -> None:
-        """Where none of a draft may be left in the cache: feed again all that one can replace."""
+        """If accepted tokens need not be those in the cache: feed again as many tokens as the
+        deepest draft so far can have put there."""
         if self.gives_way:
             self.again = max(self.again, tree.depth)
             self.shaped_by = (self.again,)
