@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
 MAX_POINTS, MAX_PROBLEMS = 1_000_000, 200  # of one file; reported at once
 Wrong = Callable[..., None]  # called with a message and the path of the value in the file
-_UNPRINTABLE = re.compile(r"[^ -~\u00a0-\ud7ff\ue000-\U0010ffff]|[\u2028-\u202e\u2066-\u2069]")
 
 
 class Report:
@@ -47,7 +46,9 @@ class Report:
             ("" if path is None else f"{path}: " if line is None else f"{path}:{line}: ") + what
             for path, line, what in ordered
         ]
-        escaped = (_UNPRINTABLE.sub(lambda odd: ascii(odd[0])[1:-1], line) for line in lines)
+        escaped = (
+            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines
+        )
         messages = list(dict.fromkeys(escaped))
         if len(messages) > MAX_PROBLEMS:
             messages = [
@@ -92,8 +93,8 @@ class Grid:
 
     @property
     def line(self) -> int:
-        keys = (key for key in ("grid", "seeds", "notebook") if self.document.has(key))
-        return self.document.line(next(keys))
+        keys = [key for key in ("grid", "seeds", "notebook") if self.document.has(key)]
+        return self.document.line(*keys[:1])
 
     @property
     def varying(self) -> tuple[str, ...]:

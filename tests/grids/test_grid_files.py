@@ -427,6 +427,20 @@ BAD = {
 }
 
 
+def test_characters_that_this_python_does_not_know_are_escaped(load):
+    shipped = SHIPPED[0].partition("grid:")[0]
+    [line] = refusal(load, shipped + 'grid: {drafter: ["ngram:\U00018d9f"]}\n')
+    assert "drafter ngram:\\U00018d9f: give a whole number" in line
+
+
+def test_file_without_a_notebook_has_its_other_mistakes_listed(load):
+    said = refusal(load, "fixed: {target: target-10m, drafter: ngrm}\n")
+    assert [line.partition("; did")[0] for line in said] == [
+        "1: notebook must name the notebook to run, as in ../10_acceptance.ipynb",
+        "1: drafter 'ngrm' is unknown",
+    ]
+
+
 def test_bad_files_number_at_least_a_hundred():
     assert len(BAD) >= 100
 
