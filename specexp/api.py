@@ -286,8 +286,10 @@ def resolve_device(device: str) -> str:
     """A device's name; `auto` becomes the GPU if there is one, else the CPU, with a warning if
     torch cannot use the GPU. Raises UserError for an unknown device."""
     memory.check_device(device)
-    if device != "auto" or torch.cuda.is_available():
-        return "cuda" if device == "auto" else device
+    if device != "auto":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
     if why := memory.unused_gpu():
         warn_once("%s: running on the CPU", why)
     return "cpu"

@@ -133,15 +133,11 @@ def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
 def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
     draft, most = next(iter(schedule.values())), max(schedule)
     behind = method.removeprefix("lookup:")
-    lookup = (
-        f",ngram-simple --spec-ngram-simple-size-n {fitting.LONG_MATCH} "
-        f"--spec-ngram-simple-size-m {draft}"
-    ) * (behind != method)
+    match = _match(argument) if method == "ngram" else fitting.LONG_MATCH
+    simple = f"ngram-simple --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {draft}"
+    lookup = f",{simple}" * (behind != method)
     if method == "ngram":
-        own = (
-            f"--spec-type ngram-simple --spec-ngram-simple-size-n {_match(argument)} "
-            f"--spec-ngram-simple-size-m {draft}"
-        )
+        own = f"--spec-type {simple}"
     elif behind == "mtp":
         own = f"--spec-type draft-mtp{lookup} --spec-draft-n-max {draft}"
     elif behind in ("model", "eagle3", "dflash", "dspark"):

@@ -40,13 +40,13 @@ from specexp.fast.gpu.paths import (
     walkable,
 )
 from specexp.fast.gpu.sampling import (
-    arrival,
     best_of,
     best_put,
     draw,
     floats,
     put_none,
     put_part,
+    raced,
     uniform,
 )
 from specexp.rules import Block, Match, Reject
@@ -333,7 +333,7 @@ def bonus_kernel(
             logits, laws, q, notes, place, token, last, refused, stride, scale, lenience, K, V,
             COUNT, DRAWN,
         )  # fmt: skip
-        winner = best_of(tl.where(token < V, w / arrival(key, salt, token), -1.0), token)[1]
+        winner = best_of(raced(w, token, key, salt, V), token)[1]
         level = tl.arange(0, LEVELS)
         bonus = tl.minimum(winner, V - 1).to(tl.int64)
         tl.store(new + row * D + level, bonus, (level >= n) & (level < D))

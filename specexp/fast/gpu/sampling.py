@@ -96,6 +96,12 @@ def put_best(bests, block, value, token):
 
 
 @triton.jit
+def raced(w, token, key, salt, V: tl.constexpr):
+    """w / arrival times of these tokens, as in Noise.race; -1 from V on."""
+    return tl.where(token < V, w / arrival(key, salt, token), -1.0)
+
+
+@triton.jit
 def put_part(bests, block, w, key, salt):
     """`put_best` in the race of blocks by the sums of their weights w; see Noise.uncoupled."""
     mine = tl.sum(w, 0) / arrival(key, salt, tl.full([], -1, tl.int32) - block)
@@ -159,8 +165,7 @@ def draw_kernel(
         token = block * BLOCK + tl.arange(0, BLOCK)
         its = weights_of(w, laws, row, token, stride, scale, V, COUNT, BY_LOGITS)
         if COUPLED:
-            its = tl.where(token < V, its / arrival(key, salt, token), -1.0)
-            put_best(bests, block, its, token)
+            put_best(bests, block, raced(its, token, key, salt, V), token)
         else:
             put_part(bests, block, tl.where(token < V, its, 0.0), key, salt)
     if is_last(ended, row, COUNT):
@@ -168,8 +173,7 @@ def draw_kernel(
         if not COUPLED:
             token = winner * BLOCK + tl.arange(0, BLOCK)
             its = weights_of(w, laws, row, token, stride, scale, V, COUNT, BY_LOGITS)
-            its = tl.where(token < V, its / arrival(key, salt, token), -1.0)
-            winner = best_of(its, token)[1]
+            winner = best_of(raced(its, token, key, salt, V), token)[1]
         tl.store(out + row, tl.minimum(winner, V - 1).to(tl.int64))
 
 
