@@ -16,6 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from specexp import theory
+from specexp.drafters import named
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure.interleave import clock
@@ -96,6 +97,7 @@ def measure(
     rounds: Times = {point: [] for point in product(batches, gammas, contexts)}
     reads: Times = {n: [] for n in lengths}
 
+    @named(engine.drafter)
     def visit(batch: int, context: int, times: int, direction: int) -> None:
         seqs = rows(batch, longest + context - contexts[-1], context)
         engine.rows.allocate(batch, seqs.tokens.shape[1], slack)

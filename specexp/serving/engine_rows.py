@@ -146,7 +146,8 @@ class EngineRows:
             self._move_from_desk(self.engine.target, row, self._at_desk[1])
             self._at_desk = -1, 0
         hidden = torch.cat(self._hidden[row], 1) if self._hidden[row] else None
-        self.engine.drafter.prefill(self._window(row, 1, limit), hidden)
+        with named(self.engine.drafter):
+            self.engine.drafter.prefill(self._window(row, 1, limit), hidden)
         del self._hidden[row]
 
     @passes()
@@ -158,7 +159,8 @@ class EngineRows:
             self._copy_text(row)
         seqs = self._of_desk(stop + 1) if at_desk else self._window(row, 1, stop + 1)
         until = replace(seqs, length=torch.full_like(seqs.length, stop + 1))
-        drafter.catch_up(until, stop - start)
+        with named(drafter):
+            drafter.catch_up(until, stop - start)
         for lm in drafter.models if at_desk else ():
             self._move_from_desk(lm, row, stop)
 
@@ -166,7 +168,8 @@ class EngineRows:
     def catch_up(self, budget: Sequence[int], longest: int, missed: int) -> None:
         """The drafter's prefill of the last `missed` tokens before the root, in all rows with a
         budget above 0."""
-        self.engine.drafter.catch_up(self._rows(budget, longest, 1), missed)
+        with named(self.engine.drafter):
+            self.engine.drafter.catch_up(self._rows(budget, longest, 1), missed)
 
     @passes()
     def round(self, budget: Sequence[int], longest: int, tree: Tree) -> list[Step]:

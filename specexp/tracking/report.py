@@ -389,7 +389,10 @@ def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     files = {tags.get("grid.file") or f"{tags['grid']}.yaml" for tags in gridded}
     commits = {run.tags.get("git.commit", "") for run in part}
     commit = commits.pop() if len(commits) == 1 else ""
-    checkout = [f"git checkout {commit}"] if re.fullmatch("[0-9a-f]{40}", commit) else []
+    dirty = any(run.tags.get("git.dirty") == "true" for run in part)
+    changed = "  # runs were made with changes that are not in it" * dirty
+    known = re.fullmatch("[0-9a-f]{40}", commit)
+    checkout = [f"git checkout {commit}{changed}"] if known else []
     grids = [f"specexp grid run {shlex.quote(file)}" for file in sorted(files)]
     return [*checkout, *grids] if grids else []
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from specexp import drafters
 from specexp.errors import UserError
 from specexp.grids import points, runner
-from specexp.measure import one_pairing, under_load
+from specexp.measure import costs, one_pairing, under_load
 from specexp.measure.exactness import certify
 from specexp.measure.prompts import Prompt
 from specexp.tracking import runs
@@ -95,10 +95,25 @@ def test_drafter_that_goes_wrong_late_is_named_with_its_round(cell, on_host):
     for measured in (
         lambda: one_pairing.pass_costs(pair, texts, [2]),
         lambda: under_load.closed_loops(pair, ["always:2"], None, texts, [1], 24, 2),
+        lambda: costs.measure(pair.engine, PROMPTS, [1], [2], [48]),
     ):
         with pytest.raises(LookupError) as raised:
             measured()
         assert raised.value.__notes__[0].startswith("with drafter late")
+
+
+class Unread(Late):
+    def prefill(self, seqs, hidden):
+        if int(seqs.length.max()) > 20:
+            raise LookupError("my own mistake")
+
+
+def test_drafter_that_goes_wrong_as_a_served_prompt_is_read_is_named(cell):
+    pair = cell["pair"].with_(drafter=Unread(False))
+    texts = [Prompt(1, "code", ("x = 1\n" * 5,))]
+    with pytest.raises(LookupError) as raised:
+        under_load.closed_loops(pair, ["always:2"], None, texts, [1], 24, 2)
+    assert raised.value.__notes__ == ["with drafter unread"]
 
 
 @pytest.fixture

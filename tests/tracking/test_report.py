@@ -95,6 +95,16 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert text.index("ngram: 1 figure") < text.index("suffix: 1 figure")
 
 
+def test_commands_say_that_a_commit_lacks_what_ran(store):
+    commit = "a" * 40
+    for name, dirty in (("a", "false"), ("b", "true")):
+        committed(name, FAST, tags={"git.commit": commit, "git.dirty": dirty})
+        checkout, grid = report.commands_to_repeat(report.of("mine"))
+        changed = "  # runs were made with changes that are not in it"
+        assert checkout == f"git checkout {commit}{changed * (dirty == 'true')}"
+        assert grid == "specexp grid run 'of mine.yaml'"
+
+
 def test_several_runs_are_compared_on_one_scale_before_anything_else(store):
     committed("b", SLOW, drafter="suffix")
     assert report.compared(report.of("mine")) == ([], None)
