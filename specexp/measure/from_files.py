@@ -1,9 +1,9 @@
 """Facts of a model, read from the files of its folder without torch and transformers.
 
 This covers the most common cases: Llama and Qwen 3, tokenizers defined by their tokenizer.json
-alone, heads as the zoo has them, and drafters that ship with specexp. For anything else or unusual
-(an unlisted field, a size that does not fit, a hub id, 8-bit weights), the functions here return
-None. Then `names` asks transformers, which also says what is wrong.
+alone, heads that `specexp zoo train` made for the target, and drafters that ship with specexp. For
+anything else or unusual (an unlisted field, a size that does not fit, a hub id, 8-bit weights), the
+functions here return None. Then `names` asks transformers, which also says what is wrong.
 """
 
 import json
@@ -14,7 +14,7 @@ from functools import cached_property, wraps
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from specexp import fitting
 from specexp.errors import UserError, refusing
@@ -26,7 +26,6 @@ from specexp.zoo.known import Known
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}  # of a number
 TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # add nothing to tokenizer.json
@@ -252,10 +251,10 @@ def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any
     used, itemsize = [target], BYTES[asked["dtype"] or "float32"]
     roles = shelf.METHODS.get(method, ("draft",))
     if source and "draft" not in roles:
-        _insist(Path(source).is_dir())
+        card = json.loads(Path(source, "zoo.json").read_bytes())
+        _insist(card["target"] == target.folder.name)
         head = layouts.read(source)
         _insist(head.kind in roles)
-        _check_heads(head, target.config)
         taps = len(layouts.states_read(head, target.config.num_hidden_layers))
         limits = replace(limits, taps=taps)
         if method == "medusa":
@@ -271,63 +270,3 @@ def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any
         "limits": {limit.name: getattr(limits, limit.name) for limit in fields(fitting.Limits)},
         "models": [one.sizes(itemsize) for one in used],
     }
-
-
-def _check_heads(head: layouts.Head, target: Any) -> None:
-    """Insist that heads have every tensor that a drafter for this target reads, and no other."""
-    E, V, L = target.hidden_size, target.vocab_size, target.num_hidden_layers
-    if head.kind == "medusa":
-        heads, blocks = layouts.medusa_size(head)
-        one: Shapes = {f"{blocks}.weight": (V, E)}
-        for block in range(blocks):
-            one |= {f"{block}.linear.weight": (E, E), f"{block}.linear.bias": (E,)}
-        each = {f"{k}.{name}": shape for k in range(heads) for name, shape in one.items()}
-        _insist(head.shapes == each)
-        return
-    more = ("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta")
-    sizes = {n: head.config[n] for n in (*SIZES, *more) if head.config.get(n) is not None}
-    _insist(all(_CONFIG[name](value) for name, value in sizes.items()))
-    _insist((sizes["hidden_size"], sizes["vocab_size"]) == (E, V))
-    taps, few = layouts.states_read(head, L), head.config.get("draft_vocab_size") or V
-    every: Shapes = {"fc.weight": (E, len(taps) * E), "norm.weight": (E,)}
-    every |= {"lm_head.weight": (few, E), "d2t": (few,)}
-    if head.kind == "eagle3":
-        _insist({*head.norms} <= {"norm_before_residual"})
-        every |= _of_layer("midlayer", sizes, 2 * E) | {"midlayer.hidden_norm.weight": (E,)}
-    else:
-        _check_settings(head, V)
-        every["hidden_norm.weight"] = (E,)
-        for i in range(sizes["num_hidden_layers"]):
-            norms = {f"layers.{i}.self_attn.{n}_norm.weight": (sizes["head_dim"],) for n in "qk"}
-            every |= _of_layer(f"layers.{i}", sizes, E) | norms
-        for part, rows in (("markov_w1", V), ("markov_w2", few)) if head.kind == "dspark" else ():
-            every[f"markov_head.{part}.weight"] = rows, head.config["markov_rank"]
-    _insist(all(0 <= t <= L for t in taps))
-    _insist(head.shapes == every)
-
-
-def _of_layer(name: str, sizes: Mapping[str, Any], reads: int) -> Shapes:
-    """The shapes of a layer whose attention reads states of this width."""
-    E, wide = sizes["hidden_size"], sizes["intermediate_size"]
-    H, K = (sizes["head_dim"] * sizes[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
-    parts: Shapes = {
-        "self_attn.q_proj": (H, reads), "self_attn.k_proj": (K, reads),
-        "self_attn.v_proj": (K, reads), "self_attn.o_proj": (E, H), "mlp.gate_proj": (wide, E),
-        "mlp.up_proj": (wide, E), "mlp.down_proj": (E, wide), "input_layernorm": (E,),
-        "post_attention_layernorm": (E,),
-    }  # fmt: skip
-    return {f"{name}.{part}.weight": shape for part, shape in parts.items()}
-
-
-def _check_settings(head: layouts.Head, V: int) -> None:
-    """Insist that a block has the settings that `specexp zoo train` writes, and no others."""
-    config, whole = head.config, _is(int)
-    odd = ("dflash_config", "attention_value_scale", "logit_scale", "shift_label", "use_swa")
-    _insist(not config.keys() & {*odd, "is_causal", "causal", "target_layer_ids"})
-    _insist(all(_CONFIG[n](config.get(n)) for n in ("layer_types", "sliding_window")))
-    _insist(whole(config["block_size"]) and config["block_size"] > 1)
-    _insist(whole(config["mask_token_id"]) and 0 <= config["mask_token_id"] < V)
-    _insist(_flag(config["sample_from_anchor"]) and bool(head.block_taps))
-    _insist(not head.file.with_name("mask_embedding.pt").exists())
-    if head.kind == "dspark":
-        _insist(whole(config["markov_rank"]) and config["markov_head_type"] == "vanilla")

@@ -54,22 +54,15 @@ def test_files_of_the_zoo_say_what_transformers_does(dtype):
     assert min(counts.values()) > 7
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_swa": True, "swa_window_size": 5}, {"markov_head_type": "gated"},
-        {"mask_token_id": -1}, {"block_size": 1}, {"aux_hidden_state_layer_ids": [2, 6]},
-    ],
-)  # fmt: skip
-def test_block_with_other_settings_is_left_to_transformers(tmp_path, changes):
+def test_heads_of_another_target_are_left_to_transformers(tmp_path):
     folder = shutil.copytree(shelf.find("target-10m-dspark"), tmp_path / "block")
-    config = json.loads((folder / "config.json").read_text())
-    for more, known in ((False, {}), (True, changes)):
-        (folder / "config.json").write_text(json.dumps(config | known))
-        asked = {"target": "target-10m", "drafter": f"dflash:{folder}", "dtype": "float32"}
-        options = tuple((feasible.DEFAULTS | asked | {"rule": "auto"}).items())
-        options = tuple((name, value) for name, value in options if name != "rule")
-        assert (from_files.pairing(Known(), options) is None) == more
+    asked = {"target": "target-10m", "drafter": f"dflash:{folder}", "dtype": "float32"}
+    options = tuple((feasible.DEFAULTS | asked).items())
+    assert from_files.pairing(Known(), options)
+    edit(folder / "zoo.json", target="another")
+    assert from_files.pairing(Known(), options) is None
+    (folder / "zoo.json").unlink()
+    assert from_files.pairing(Known(), options) is None
 
 
 @pytest.fixture
