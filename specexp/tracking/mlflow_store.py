@@ -25,10 +25,10 @@ from urllib.parse import quote, unquote, urlsplit
 
 from specexp.errors import UserError
 from specexp.tracking import redact
-from specexp.zoo.known import Answer, Known
 
 PROXIED = "mlflow-artifacts:/"
 MADE_AS = "specexp.experiment"  # a tag of experiments, see `names_of`
+TABLES = "dc11669786a5"  # the version of the tables of MLflow 3.17.2
 _DAMAGE = {
     "file is not a database": "is not a database",
     "malformed": "is damaged",
@@ -176,7 +176,6 @@ class Backend:
             return
         if self.file and not self.file.parent.is_dir():
             raise UserError(f"the folder {self.file.parent} does not exist: create it first")
-        _configure(self.uri)  # what is known depends on variables of the environment
         empty = self.empty()
         with self.reaching():
             if empty and self.file:
@@ -186,7 +185,7 @@ class Backend:
 
                 soon = {"connect_timeout": 10}  # MLflow itself tries for minutes
                 sqlalchemy.create_engine(self.uri, connect_args=soon).connect().close()
-            elif Known(on_disk=True).cached(tables_version, self.uri) == _version(self.file):
+            elif _is_current(self.file):  # MLflow would take seconds to say so
                 return
             create_tables(self.uri)
 
@@ -342,16 +341,9 @@ def create_tables(uri: str) -> None:
     SqlAlchemyStore(uri, PROXIED).engine.dispose()
 
 
-def tables_version(uri: str) -> Answer:
-    """The version of a SQLite database's tables after `create_tables`. A kept answer saves the
-    seconds of importing MLflow while that version and MLflow's stay the same."""
-    create_tables(uri)
-    return _version(Path(_database(uri))), []
-
-
-def _version(file: Path) -> str:
+def _is_current(file: Path) -> bool:
     with contextlib.closing(_sqlite(file)) as db:
-        return str(db.execute("SELECT version_num FROM alembic_version").fetchall())
+        return db.execute("SELECT version_num FROM alembic_version").fetchall() == [(TABLES,)]
 
 
 def _configure(uri: str) -> None:

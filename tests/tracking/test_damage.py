@@ -14,7 +14,7 @@ from conftest import one_in
 from support.stores import METRICS, first, go, half, quiet, run_of, shown
 
 from specexp.grids.machines import local
-from specexp.tracking import audit, rebuild, results
+from specexp.tracking import audit, mlflow_store, rebuild, results
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import StoreCorrupt, StoreUnreachable
 
@@ -246,3 +246,9 @@ def test_run_duplicated_by_a_lost_answer_is_replaced(filled):
     (first(filled) / ".published").unlink()
     track.publish(first(filled))
     assert audit.problems() == []
+
+
+def test_new_database_has_the_version_by_which_its_tables_are_known(migrated):
+    with contextlib.closing(sqlite3.connect(migrated / "mlflow.db")) as db:
+        [version] = db.execute("SELECT version_num FROM alembic_version").fetchall()
+    assert version == (mlflow_store.TABLES,)
