@@ -40,22 +40,18 @@ class Report:
         """Raise a UserError with a line per problem, sorted by file and line, if there are any."""
         if not self.problems:
             return
-        order: dict[Path | None, int] = {f: i for i, f in reversed([*enumerate(self.files)])}
-        ordered = sorted(self.problems, key=lambda p: (order.get(p[0], -1), p[1] or 0))
-        lines = [
-            ("" if path is None else f"{path}: " if line is None else f"{path}:{line}: ") + what
-            for path, line, what in ordered
-        ]
-        escaped = (
-            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines
-        )
-        messages = list(dict.fromkeys(escaped))
-        if len(messages) > MAX_PROBLEMS:
-            messages = [
-                *messages[:MAX_PROBLEMS],
-                f"and {len(messages) - MAX_PROBLEMS:,} more problems",
-            ]
-        raise UserError("\n".join(messages))
+        order = [None, *self.files]
+        messages = dict[str, None]()  # each once, in this order
+        for path, line, what in sorted(
+            self.problems, key=lambda problem: (order.index(problem[0]), problem[1] or 0)
+        ):
+            place = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
+            message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in place + what)
+            messages[message] = None
+        shown = [*messages][:MAX_PROBLEMS]
+        if more := len(messages) - len(shown):
+            shown.append(f"and {more:,} more problems")
+        raise UserError("\n".join(shown))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ module beside the notebook whose name is a word in such a string, however it is 
 """
 
 import ast
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -23,13 +22,14 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from hashlib import sha256
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specexp import objects
 from specexp.tracking import provenance, results
 from specexp.zoo.files import stamp
 from specexp.zoo.known import digest_of
@@ -48,7 +48,6 @@ HUGE = 10_000_000_000  # bytes above which a file that code names stands for its
 SYSTEM = ("/proc", "/sys", "/dev")
 _INSTALLED = {"site-packages", "dist-packages"}
 _DRAFTERS = f"{NAME}.drafters."
-_OWN = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*(?::.*)?")  # module:Class:ARGUMENT
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 _MODULE = re.compile(rf"{NAME}(\.\w+)+")
 _PLACE = re.compile(r"^(?:lookup:)?(?:\w+:)?(.*?)(?:\+int8)?$")  # METHOD:FOLDER+int8
@@ -104,8 +103,10 @@ def named_by(params: Mapping[str, Any]) -> frozenset[str]:
     texts = [text for value in params.values() for text in texts_in(value)]
     first = {text.partition(":")[0] for text in texts}
     modules = _drafters(word for text in texts for word in re.findall(r"\w+", text))
-    modules |= {match[1] for text in texts if (match := _OWN.fullmatch(text))}
-    modules |= {point.module for point in _entry_points() if point.name in first}
+    modules |= {*filter(None, map(objects.module_of, texts))}
+    for kind in objects.GROUPS:
+        there = objects.registered(kind)
+        modules |= {there[name].module for name in first & there.keys()}
     drafters = [text for n in ("drafter", "drafters", "rivals") for text in texts_in(params.get(n))]
     if not drafters or any(not _drafters([text]) for text in drafters):
         modules.add(f"{_DRAFTERS}model")
@@ -441,10 +442,3 @@ def _strings_that_may_name_drafters(found: Mapping[Path, Source]) -> Iterator[st
     for path, source in found.items():
         if not path.is_relative_to(PACKAGE) or any(map(path.is_relative_to, rooms)):
             yield from source.strings
-
-
-@cache
-def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    points = importlib.metadata.entry_points()
-    groups = (points.select(group=f"{NAME}.{what}") for what in ("drafters", "rules", "policies"))
-    return [point for group in groups for point in group]

@@ -409,7 +409,8 @@ def test_class_named_by_a_parameter_is_in_the_key(tmp_path, monkeypatch):
     installed = {"drafts/__init__.py (elsewhere)", "drafts/echo.py (elsewhere)"}
     assert files(own, name="drafts:Echo").keys() == installed
     point = EntryPoint("echo", "drafts:Echo", "specexp.drafters")
-    monkeypatch.setattr(imports, "_entry_points", lambda: [point])
+    registered = {"drafter": {"echo": point}}
+    monkeypatch.setattr(imports.objects, "registered", lambda kind: registered.get(kind, {}))
     assert files(own, name="echo:3").keys() == installed
 
 
