@@ -226,7 +226,6 @@ class _Engine(NBClientEngine):
     @classmethod
     def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> Any:
         options = {n: kwargs[n] for n in ("km", "log_file", "watch")}
-        options |= {"startup_timeout": 10**6}  # s: the watchdog ends a kernel that hangs
         return _Client(nb_man, kernel_name=kernel_name, **options).execute()
 
 

@@ -101,8 +101,7 @@ def unread(path: Path, names: Iterable[str]) -> Notebook:
 
 def modules_of(paths: Iterable[Path]) -> tuple[str, ...]:
     """The modules that notebooks may import, with what stands behind specexp's public names."""
-    codes = (imports.code_of(source for source, _ in _cells(path)[0])[0] for path in paths)
-    names = (name for code in codes for name in imports.read(code)[0])
+    names = (name for path in paths for name in read(path).imports)
     full = (part for name in names if name[0] != "." for part in imports.behind_public_names(name))
     return tuple(dict.fromkeys(full))
 

@@ -47,7 +47,6 @@ def failure_of(e: OSError, folder: Path) -> Failure:
 
 def set_aside(attempt: Path, failure: Failure) -> Path:
     """Move a failed attempt to `failed/`, with its error and the tags of its MLflow run."""
-    attempt.mkdir(exist_ok=True)
     results.only_files(attempt)
     message = harmless(str(failure))
     trace = "" if failure.__cause__ is None else redact.hide("".join(

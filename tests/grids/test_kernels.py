@@ -106,6 +106,7 @@ def test_modules_that_notebooks_import_are_preloaded(tmp_path):
     ]
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     nb.cells.append(nbformat.v4.new_markdown_cell("import this"))
+    nb.cells.append(nbformat.v4.new_code_cell("x: int = 1", metadata={"tags": ["parameters"]}))
     nbformat.write(nb, tmp_path / "a.ipynb")
     assert notebooks.modules_of([tmp_path / "a.ipynb"] * 2) == (
         "torch", "os.path", "specexp.api", "specexp.errors", "numpy", "scipy", "json.*", "os.sep",
