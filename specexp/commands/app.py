@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from specexp.commands import bench, check, generate, grid, lab, recommend, serve, store, zoo
-from specexp.commands.options import Command, Group, complain
+from specexp.commands.options import Command, Group, complain, own
 from specexp.errors import NonFiniteLogits, UserError, first_line, panicked, ran_out
 from specexp.terminal import died, guard
 
@@ -66,25 +66,13 @@ def main() -> None:
         sys.excepthook = died  # typer has put its own there
 
 
-def _print_version(show: bool) -> None:
-    if show:
+@app.callback(invoke_without_command=True)
+def options(version: bool = own("Print the version and exit.", False)) -> None:
+    if version:
         import specexp
 
         print(f"specexp {specexp.__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: bool = typer.Option(
-        False,
-        "--version",
-        callback=_print_version,
-        is_eager=True,
-        help="Print the version and exit.",
-    ),
-) -> None:
-    pass
 
 
 def doctor() -> None:

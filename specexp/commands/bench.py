@@ -119,7 +119,7 @@ def profile(
     ),
     dtype: str = opt.DTYPE,
     device: str = opt.DEVICE,
-    force: bool = opt.own("Measure again even if a table is stored.", False, "--force"),
+    force: bool = opt.own("Measure again even if a table is stored.", False),
     out: Path | None = opt.own("Also write the table (JSON) here, and the figure (PNG) beside it."),
     as_json: bool = opt.AS_JSON,
 ) -> None:

@@ -45,9 +45,7 @@ def generate(
     prompts: str | None = opt.option("prompts", "Use it instead of --prompt.", None),
     limit: int | None = opt.option("limit", "Only with --prompts.", None),
     chat: bool = opt.CHAT,
-    rounds: bool = opt.own(
-        "Also show one line per round, with rejected draft tokens.", False, "--rounds"
-    ),
+    rounds: bool = opt.own("Also show one line per round, with rejected draft tokens.", False),
     as_json: bool = opt.AS_JSON,
 ) -> None:
     """Generate speculatively, show what was accepted, and compare the output with plain decoding.

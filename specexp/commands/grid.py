@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Group, help="Run grids of experiment notebooks.", no_args_is_help=True)
 FILES = typer.Argument(help="Grid files (YAML).", metavar="FILE...")
 ONLY = own("Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable.")
-YES = own("Do not ask for confirmation of very many points.", False, "--yes")
+YES = own("Do not ask for confirmation of very many points.", False)
 TOGETHER = own(
-    "Run timed points side by side too. Their timings are rough and count as other results.",
-    False,
-    "--together",
+    "Run timed points side by side too. Their timings are rough and count as other results.", False
 )
 
 
@@ -63,11 +61,9 @@ def run(
         "here",
     ),
     together: bool = TOGETHER,
-    retry_failed: bool = own("Run failed points again.", False, "--retry-failed"),
-    force: bool = own("Run finished points again; old results are kept.", False, "--force"),
-    fresh: bool = own(
-        "Start every kernel from scratch instead of forking (slower).", False, "--fresh"
-    ),
+    retry_failed: bool = own("Run failed points again.", False),
+    force: bool = own("Run finished points again; old results are kept.", False),
+    fresh: bool = own("Start every kernel from scratch instead of forking (slower).", False),
     yes: bool = YES,
 ) -> None:
     """Run every point that has not finished yet.

@@ -48,6 +48,7 @@ class _Page:
                 param.display_type_rich = lambda ctx: None  # its name says it
             elif param.metavar is None:
                 param.metavar = _type(param, ctx)[0]
+                param.secondary_opts = []  # a flag has no --no-flag
         return params
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -88,17 +89,17 @@ class Command(_Page, TyperCommand):
         return super().invoke(ctx)
 
 
-def option(name: str, more: str = "", value: Any = ..., *flags: str) -> Any:
+def option(name: str, more: str = "", value: Any = ...) -> Any:
     """The option for a parameter, with the table's help. `more`: sentences to add to the help;
     `value`: its default, if it differs from the table's."""
     panel = next((panel for panel, names in PANELS.items() if name in names), None)
     value = PARAMETERS[name].default if value is ... else value
-    return typer.Option(value, *flags, help=help_of(name, more), rich_help_panel=panel)
+    return typer.Option(value, help=help_of(name, more), rich_help_panel=panel)
 
 
 def own(help: str, value: Any = None, *flags: str) -> Any:
-    """An option of one command, with its default value (...: it must be given); a bool needs the
-    flag that sets it."""
+    """An option of one command, with its default value (...: it must be given). flags: by default
+    the name of the command's own parameter."""
     return typer.Option(value, *flags, help=help)
 
 
@@ -106,7 +107,7 @@ TARGET = option("target", "NAME+int8 has 8-bit weights.")
 DRAFTER = option("drafter", "'model' is the zoo's draft for the target.")
 GAMMA = option("gamma", "Default: 5, or the drafter's longest draft if shorter.")
 TEMPERATURE = option("temperature")
-CHAT = option("chat", "", False, "--chat")
+CHAT = option("chat", "", False)
 SAMPLING = option("sampling", "If do_sample is false there, decoding is greedy.")
 MAX_NEW_TOKENS = option("max_new_tokens")
 DTYPE = option("dtype", "float64 works too, without fast kernels.")

@@ -32,7 +32,7 @@ def report(
         help="An experiment's name, a grid file or a result folder.", metavar="RESULTS"
     ),
     out: Path | None = opt.own("The page to write. Default: in the store's reports/."),
-    pdf: bool = opt.own("Also print it as PDF, beside it, with Chromium.", False, "--pdf"),
+    pdf: bool = opt.own("Also print it as PDF, beside it, with Chromium.", False),
 ) -> None:
     """Write one HTML page to send: question, answer, figures, table, exactness and environment.
 

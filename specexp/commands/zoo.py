@@ -69,7 +69,7 @@ def train(
     heads: str | None = opt.own(
         "Train heads for --target instead: medusa, eagle, eagle3, dflash or dspark."
     ),
-    draft: bool = opt.own("Train a draft model from --target's layers instead.", False, "--draft"),
+    draft: bool = opt.own("Train a draft model from --target's layers instead.", False),
     target: str | None = opt.own(
         "Target of --heads or --draft: zoo name, folder, hub id [target-10m]."
     ),
@@ -80,7 +80,7 @@ def train(
     layers: int | None = opt.own("With --draft: layers to keep [an eighth of the target's]."),
     minutes: float | None = opt.own("With --draft: minutes for writing answers and training [20]."),
     device: str = opt.DEVICE,
-    quick: bool = opt.own("Train only a few steps, to test the setup.", False, "--quick"),
+    quick: bool = opt.own("Train only a few steps, to test the setup.", False),
 ) -> None:
     """Train the zoo on the text files of this Python installation, or heads or a draft for any
     target.
@@ -218,7 +218,7 @@ def twin(
     out: Path | None = opt.own("Folder to write both models to; default: mlruns/twins."),
     dtype: str = opt.option("dtype", "", "bfloat16"),
     seed: int = opt.own("Seed of the weights.", 0),
-    force: bool = opt.own("Replace existing twins of the same name.", False, "--force"),
+    force: bool = opt.own("Replace existing twins of the same name.", False),
     as_json: bool = opt.AS_JSON,
 ) -> None:
     """Create a target and a draft with the shape of a real model, random weights and a chosen
