@@ -14,7 +14,7 @@ from specexp.measure.under_load import served
 @pytest.fixture
 def few(monkeypatch):
     """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(under_load.QUANTILES, 1))
+    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
 
 
 def drawn_of(axes) -> dict[str, list[float]]:

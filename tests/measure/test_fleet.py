@@ -15,8 +15,9 @@ from support.traces import requests, triples
 
 from specexp.errors import UserError
 from specexp.figures import fleet_day, under_load
-from specexp.measure.under_load import fleet, request_table
+from specexp.measure.under_load import fleet
 from specexp.measure.under_load.fleet import Day, Pace, Setting, paces_of, simulate
+from specexp.measure.under_load.served import request_table
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, bursty, day
 from specexp.serving.server import Server

@@ -12,7 +12,7 @@ from support.served import answer, run_of, tick
 from support.traces import requests
 
 from specexp.measure import under_load
-from specexp.measure.under_load import served
+from specexp.measure.under_load import served, simulation
 from specexp.policy import Fixed
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
@@ -26,7 +26,7 @@ LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text 
 @pytest.fixture
 def few(monkeypatch):
     """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(under_load.QUANTILES, 1))
+    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
 
 
 def test_compare_runs_pairs_real_with_simulated(few):
@@ -139,7 +139,7 @@ def test_simulation_uses_acceptance_by_category():
     })  # fmt: skip
     offered = under_load.traffic(LETTERS, PROMPTS, "poisson:40", 12, 24)
     names = ["plain", "always:5", "goodput"]
-    runs = under_load.simulate(planted(), accepted, names, offered, rows=3)
+    runs = simulation.simulate(planted(), accepted, names, offered, rows=3)
     assert list(runs) == names
     for run in runs.values():
         assert [a.request for a in run.responses] == list(offered.requests)
@@ -147,7 +147,7 @@ def test_simulation_uses_acceptance_by_category():
     for a in runs["always:5"].responses:
         assert a.passes == (4 if a.request.kind == "code" else 24)
     assert all(a.drafted == 0 for a in runs["plain"].responses)
-    again = under_load.simulate(planted(), accepted, names, offered, rows=3)
+    again = simulation.simulate(planted(), accepted, names, offered, rows=3)
     assert {n: r.responses for n, r in again.items()} == {n: r.responses for n, r in runs.items()}
 
 
@@ -157,7 +157,7 @@ def test_simulated_fits_the_pace_of_the_machine():
     accepted = pd.DataFrame({"category": ["a"], "gamma": [5], "record": [record]})
     offered = under_load.traffic(LETTERS, PROMPTS, "poisson:40", 60, 24)
     names = ["plain", "always:3", "goodput"]
-    real = under_load.simulate(planted(), accepted, names, offered, rows=3, factors=(1.5, 1.2))
+    real = simulation.simulate(planted(), accepted, names, offered, rows=3, factors=(1.5, 1.2))
     runs, factors = under_load.simulate_fitted(planted(), accepted, real, offered, rows=3)
     assert factors == pytest.approx((1.5, 1.2), rel=0.05)
     for name in names:

@@ -26,7 +26,7 @@ LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text 
 
 
 def test_request_times_count_from_arrival():
-    table = under_load.request_table(ANSWERS)
+    table = served.request_table(ANSWERS)
     wanted = {
         "wait_s": [0.5, 0.125, 0.5, np.nan, 0.25],
         "ttft_s": [1.0, 0.25, 1.0, np.nan, 0.5],
@@ -45,29 +45,27 @@ def test_request_times_count_from_arrival():
 
 
 def test_gaps_are_between_deliveries_not_tokens():
-    assert under_load.itl_s(ANSWERS).tolist() == [0.5, 1.0]
-    assert under_load.itl_s(ANSWERS[1:]).tolist() == []
+    assert served.itl_s(ANSWERS).tolist() == [0.5, 1.0]
+    assert served.itl_s(ANSWERS[1:]).tolist() == []
 
 
 @pytest.fixture
 def few(monkeypatch):
     """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(under_load.QUANTILES, 1))
+    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
 
 
 def test_quantiles_need_enough_samples():
     reported = {}
     for count in (59, 60, 661, 662):
-        metrics = under_load.served_metrics([ANSWERS[0]] * count, TICKS, 1e4, 1e4)
-        reported[count] = [
-            q for q in under_load.QUANTILES if metrics[f"latency/ttft_p{q}_ms"] == 1000
-        ]
+        metrics = served.served_metrics([ANSWERS[0]] * count, TICKS, 1e4, 1e4)
+        reported[count] = [q for q in served.QUANTILES if metrics[f"latency/ttft_p{q}_ms"] == 1000]
     assert reported == {59: [50], 60: [50, 95], 661: [50, 95], 662: [50, 95, 99]}
     assert figures.under_load.as_text("latency/ttft_p99_ms", float("nan")) == "-"
 
 
 def test_served_metrics_match_count_by_hand(few):
-    metrics = under_load.served_metrics(ANSWERS, TICKS, 1e4, 1e4)
+    metrics = served.served_metrics(ANSWERS, TICKS, 1e4, 1e4)
     expected = {
         "throughput/tok_s": 10 / 4, "throughput/req_s": 3 / 4,
         "goodput/share": 3 / 5, "goodput/req_s": 3 / 4,
@@ -89,17 +87,17 @@ def test_served_metrics_match_count_by_hand(few):
 )
 def test_goodput_limits_are_inclusive(ttft_ms, tpot_ms, within):
     """Requests done take 1000, 250, 1000 ms to begin and 375, -, 0 a token; of five that came."""
-    metrics = under_load.served_metrics(ANSWERS, TICKS, ttft_ms, tpot_ms)
+    metrics = served.served_metrics(ANSWERS, TICKS, ttft_ms, tpot_ms)
     assert metrics["goodput/share"] == within / 5
     assert metrics["goodput/req_s"] == within / 4
 
 
 def test_served_metrics_of_nothing_served_are_nan():
-    metrics = under_load.served_metrics([answer(1.0, state="refused")], [], 1, 1)
+    metrics = served.served_metrics([answer(1.0, state="refused")], [], 1, 1)
     assert (metrics["goodput/share"], metrics["load/refused"]) == (0, 1)
     assert np.isnan(metrics["latency/ttft_p50_ms"])
     assert np.isnan(metrics["load/overhead"])
-    assert set(metrics) == set(under_load.served_metrics(ANSWERS, TICKS, 1, 1))
+    assert set(metrics) == set(served.served_metrics(ANSWERS, TICKS, 1, 1))
 
 
 def test_timeline_bins_sum_shares_and_average_counts():
@@ -173,12 +171,12 @@ def test_logged_metrics_are_the_policys_row(few):
     light = samples(plain=[(1, 10)] * 3, **{"always:3": [(1, 20)] * 3, "goodput": [(1, 25)] * 3})
     heavy = samples(plain=[(1, 80)] * 3, **{"always:3": [(1, 40)] * 3, "goodput": [(1, 76)] * 3})
     both = pd.concat([light.assign(load=1), heavy.assign(load=9)])
-    served = under_load.by_policy(
+    table = under_load.by_policy(
         {"goodput": run_of(ANSWERS, TICKS), "plain": run_of(ANSWERS[1:2], TICKS)}, 1e4, 1e4
     )
     rated, missed = under_load.rates(both), under_load.regrets(both)
-    metrics, series = under_load.metrics(rated, missed, served, "goodput")
-    assert metrics == pytest.approx(under_load.served_metrics(ANSWERS, TICKS, 1e4, 1e4) | {
+    metrics, series = under_load.metrics(rated, missed, table, "goodput")
+    assert metrics == pytest.approx(served.served_metrics(ANSWERS, TICKS, 1e4, 1e4) | {
         "speedup/measured": 2.5, "speedup/ci_low": 2.5, "speedup/ci_high": 2.5,
         "speedup/at_largest_batch": 0.95, "speedup/credible": 1.0, "regret/worst": 0.05,
         "regret/worst_low": 0.05, "regret/worst_high": 0.05, "regret/mean": -0.1,
@@ -191,7 +189,7 @@ def test_logged_metrics_are_the_policys_row(few):
     for name, values in expected.items():
         assert series[name] == pytest.approx(values), name
     assert set(series) == set(expected)
-    plain, _ = under_load.metrics(rated, missed, served, "plain")
+    plain, _ = under_load.metrics(rated, missed, table, "plain")
     assert np.isfinite(list(plain.values())).all()  # it had one token: no time between tokens
     assert "latency/tpot_p50_ms" not in plain
 
@@ -237,13 +235,13 @@ def test_trace_cuts_prompts_and_outputs(tmp_path):
         "def ", "zz qq mean mean mean", "r"
     ]  # fmt: skip
     assert [r.new for r in offered.requests] == [7, 3, 20]
-    assert under_load.slots_for(offered.requests, 5) == 20 + 3 + 5
+    assert loops.slots_for(offered.requests, 5) == 20 + 3 + 5
 
 
 def test_overhead_is_the_mean_over_steps():
     one, two = SimpleNamespace(steps=[tick(1, 2, 0.9), tick(2, 4, 1.6)]), [tick(0, 1, 0.9)]
     runs = {"plain": one, "never": SimpleNamespace(steps=two)}
-    assert under_load.overhead_s(runs) == pytest.approx(0.2)
+    assert loops.overhead_s(runs) == pytest.approx(0.2)
 
 
 # --- real servers --------------------------------------------------------------------------------
@@ -258,7 +256,7 @@ def texts(responses) -> dict[int, list[int]]:
 
 def test_race_pairs_turns_and_outputs_agree(pairing):
     offered = under_load.requests(pairing, PROMPTS, 14, 10)
-    table, runs = under_load.closed_loop(pairing, NAMES, planted(), offered, 3, tokens=24, turns=2)
+    table, runs = loops.closed_loop(pairing, NAMES, planted(), offered, 3, tokens=24, turns=2)
     turns = table.groupby("policy")["turn"].agg(list)
     assert set(turns.index) == set(NAMES)
     assert all(t == [0, 1] for t in turns)
@@ -278,7 +276,7 @@ def test_race_pairs_turns_and_outputs_agree(pairing):
 
 def test_race_repeats_requests_until_turns_end(pairing):
     offered = under_load.requests(pairing, PROMPTS, 3, 4)
-    table, runs = under_load.closed_loop(
+    table, runs = loops.closed_loop(
         pairing, ["plain", "always:1"], None, offered, 2, tokens=10, turns=3
     )
     assert sorted(table["turn"]) == [0, 0, 1, 1, 2, 2]
@@ -289,7 +287,7 @@ def test_race_without_tokens_is_refused(pairing, monkeypatch):
     offered = [Request([1] * 9, 1 << 20)] * 3
     monkeypatch.setattr(loops, "slots_for", lambda offered, slack: 64)
     with pytest.raises(UserError, match=r"3 requests did not yield 10 tokens: plain: .* refused"):
-        under_load.closed_loop(pairing, ["plain"], None, offered, 2, tokens=10, turns=3)
+        loops.closed_loop(pairing, ["plain"], None, offered, 2, tokens=10, turns=3)
 
 
 def test_open_race_outputs_agree_between_policies(pairing):
@@ -352,16 +350,16 @@ def test_closed_loops_has_every_load_policy_and_turn(pairing):
 
 def test_in_turn_orders_are_balanced():
     names = ["plain", "never", "goodput"]
-    run = [name for number in range(600) for name in under_load.in_turn(names, number)]
+    run = [name for number in range(600) for name in loops.in_turn(names, number)]
     follows = Counter(itertools.pairwise(run))
     assert {run.count(name) for name in names} == {600}
     assert all(190 < follows[a, b] < 290 for a, b in itertools.permutations(names, 2))
-    assert under_load.in_turn(names, 7) == under_load.in_turn(names, 7)
+    assert loops.in_turn(names, 7) == loops.in_turn(names, 7)
 
 
 def test_staggered_requests_end_apart(pairing):
     offered = under_load.requests(pairing, PROMPTS, 9, 8)
-    cut = under_load.staggered(offered, 5)
+    cut = loops.staggered(offered, 5)
     assert [r.new for r in cut] == [1, 3, 4, 6, 8, 8, 8, 8, 8]
     assert [r.prompt for r in cut] == [r.prompt for r in offered]
-    assert [r.new for r in under_load.staggered(offered, 9)] == [1, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert [r.new for r in loops.staggered(offered, 9)] == [1, 1, 2, 3, 4, 5, 6, 7, 8]
