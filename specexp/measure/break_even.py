@@ -122,13 +122,12 @@ def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) ->
 
     Times are linear between the table's batches, and so is the time that a round saves."""
     at = costs.batches
-    saved = [tokens * costs.step_s(b, context) - costs.round_s(b, gamma, context) for b in at]
-    if saved[-1] >= 0:
-        return float(at[-1])
-    for i in reversed(range(len(at) - 1)):
-        if saved[i] >= 0:
-            return at[i] + (at[i + 1] - at[i]) * saved[i] / (saved[i] - saved[i + 1])
-    return 0.0
+    lost = [costs.round_s(b, gamma, context) - tokens * costs.step_s(b, context) for b in at]
+    paying = [i for i, seconds in enumerate(lost) if seconds <= 0]
+    if not paying:
+        return 0.0
+    around = slice(paying[-1], paying[-1] + 2)  # where it stops, or the last alone
+    return float(np.interp(0, lost[around], at[around]))
 
 
 def break_even_batches(costs: Costs, samples: pd.DataFrame, context: float) -> pd.DataFrame:

@@ -54,17 +54,20 @@ class Problem:
 # --- checks of one value -------------------------------------------------------------------------
 
 
-def _least(bound: int) -> Callable[[str, Any], None]:
+def _must(fits: Callable[[Any], bool], otherwise: str) -> Callable[[str, Any], None]:
     def check(name: str, value: Any) -> None:
-        if value < bound:
-            raise UserError(f"{name} is {value}; it must be {bound} or more")
+        if not fits(value):
+            raise UserError(f"{name} is {value}; {otherwise}")
 
     return check
 
 
-def _positive(name: str, value: Any) -> None:
-    if not 0 < value < math.inf:
-        raise UserError(f"{name} is {value}; it must be positive and finite")
+def _least(bound: int) -> Callable[[str, Any], None]:
+    return _must(lambda value: value >= bound, f"it must be {bound} or more")
+
+
+_positive = _must(lambda value: 0 < value < math.inf, "it must be positive and finite")
+_swing = _must(lambda value: 0 <= value <= 1, "it is a share of the mean rate, from 0 to 1")
 
 
 def _drafting(name: str, value: Any) -> None:
@@ -81,11 +84,6 @@ def _arrivals(name: str, value: Any) -> None:
 
     if value:
         arrivals.parse(arrivals.at_rate(value, 1.0), 1)
-
-
-def _swing(name: str, value: Any) -> None:
-    if not 0 <= value <= 1:
-        raise UserError(f"swing is {value}; it is a share of the mean rate, from 0 to 1")
 
 
 def _dtype(name: str, value: Any) -> None:

@@ -248,7 +248,9 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except FileNotFoundError:
-        raise UserError(f"no prompts at {path}{_hint(path)}") from None
+        shipped = meant_beside(path, f"; shipped are {', '.join(NAMES)}, all")
+        near = meant(str(path), [*NAMES, "all"], shipped)
+        raise UserError(f"no prompts at {path}{near}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read prompts from {str(path)!r}: {reason}") from None
@@ -420,9 +422,3 @@ def _no_text(there: Iterable[str]) -> str:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"{name!r:.40}" for name in names)
-
-
-def _hint(path: Path) -> str:
-    """A suggestion: the most similar shipped set or neighbouring file."""
-    shipped = meant_beside(path, f"; shipped are {', '.join(NAMES)}, all")
-    return meant(str(path), [*NAMES, "all"], shipped)

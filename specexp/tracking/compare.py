@@ -30,7 +30,7 @@ def headline(result: Path) -> str:
 def has_doubtful_timing(result: Path) -> bool:
     """Whether a timing of a result, or of a rival in it, is not credible."""
     record = results.read(result / results.RESULT)
-    return any(map(mlflow_view.not_credible, results.runs_in(record).values() if record else ()))
+    return any(map(mlflow_view.not_credible, results.runs_in(record).values()))
 
 
 def show(console: Console, runs: pd.DataFrame) -> None:

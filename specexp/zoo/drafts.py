@@ -60,7 +60,7 @@ def kept_layers(L: int, layers: int) -> list[int]:
     Raises UserError if that is none or all of them."""
     if not 1 <= layers < L:
         raise UserError(f"a draft of a target of {counted(L, 'layer')} keeps 1 to {L - 1} of them")
-    return [round(i) for i in np.linspace(0, L - 1, layers)] if layers > 1 else [0]
+    return [round(i) for i in np.linspace(0, L - 1, layers)]
 
 
 def cut(target: PreTrainedModel, layers: int) -> PreTrainedModel:

@@ -8,6 +8,7 @@ difference is a `tie` if both tokens are within rounding of winning there, else 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 
@@ -177,13 +178,11 @@ def compare(
     replaced = rule.name if not rule.samples and sampled else ""
     exact, reference = Exactness(len(prompts), lossy, replaced), Reference(engine.target)
     for row, (prompt, a, b) in enumerate(zip(prompts, plain, fast, strict=True)):
-        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-        if same is None and len(a) != len(b):
-            same = min(len(a), len(b))  # one ended earlier, which rounding cannot explain
-        exact.tokens += len(a) if same is None else same
-        if same is None:
+        pairs = enumerate(zip_longest(a, b, fillvalue=-1))  # rounding does not end one earlier
+        same, x, y = next(((i, x, y) for i, (x, y) in pairs if x != y), (len(a), -1, -1))
+        exact.tokens += same
+        if x == y:
             continue
-        x, y = (t[same] if same < len(t) else -1 for t in (a, b))
         text = [*prompt, *a[:same]]
         tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, streams[row], reference)
         exact.divergences.append(Divergence(row, same, x, y, "tie" if tie else "bug"))
