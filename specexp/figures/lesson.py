@@ -216,10 +216,7 @@ def pays(
 
 def sliders(costs: Costs) -> Any:
     """`pays` at a batch and an acceptance probability chosen with sliders."""
-    try:
-        from ipywidgets import FloatSlider, SelectionSlider, interactive
-    except ImportError:
-        return "There are no sliders here (pip install ipywidgets): the figure above shows the same"
+    from ipywidgets import FloatSlider, SelectionSlider, interactive
 
     def show(batch: int, alpha: float) -> None:
         display(pays(costs, [batch], [alpha]))

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from hashlib import file_digest, sha256
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 from specexp.errors import UserError
@@ -119,11 +119,10 @@ def _name(function: Callable[..., Answer] | str) -> str:
 
 
 def _ask(name: str, *args: Any) -> Answer:
-    module, _, function = name.rpartition(".")
     collecting = gc.isenabled()
     gc.disable()  # imports leave little garbage: to look for it takes an eighth of their time
     try:
-        answer: Answer = getattr(import_module(module), function)(*args)
+        answer: Answer = resolve_name(name)(*args)
         return answer
     finally:
         if collecting:
