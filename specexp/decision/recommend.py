@@ -268,7 +268,7 @@ def _unusable(run: report.Run) -> str:
         return "its output was not checked, or not the target's"
     if _gamma(run) is None:
         return "a policy chose its draft lengths"
-    return "; ".join(run.doubts())
+    return "; ".join(run.doubts)
 
 
 def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:

@@ -92,7 +92,7 @@ def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:
             backend.put(location, file.parent, [file])
             below = quote(f"{location.removeprefix(PROXIED).strip('/')}/{file.name}")
             page = f"[one page](./api/2.0/mlflow-artifacts/artifacts/{below})"
-    if doubtful := sum(bool(run.doubts()) for run in part):
+    if doubtful := sum(bool(run.doubts) for run in part):
         answer += f" Timings of {doubtful} of {len(part)} runs are doubtful: the report says why."
     commands, title = report.commands_to_repeat(part), asking.question()[0]
     return mlflow_view.note(experiment.experiment_id, title, answer, commands, page)

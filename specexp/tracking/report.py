@@ -112,6 +112,7 @@ class Run:
         ids = self.rounds.get("question_id", pd.Series(dtype=str))
         return int(ids.astype(str).nunique())
 
+    @cached_property
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
         logged = {"metrics": self.metrics, "tags": self.tags}
@@ -257,7 +258,7 @@ def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer, list[Run]] | No
 
 
 def _doubtful(answer: mlflow_view.Answer, run: Run) -> bool:
-    return answer.timed and bool(run.doubts())
+    return answer.timed and bool(run.doubts)
 
 
 def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
@@ -354,7 +355,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     ]
     labels, doubts = [run.label for run in part], dict[str, list[str]]()
     for run in part:
-        for reason in run.doubts():
+        for reason in run.doubts:
             doubts.setdefault(reason, []).append(run.label)
     table = compare.overview(frame(part).drop(columns="experiment"))
     table = table[[name for name in table if list(table[name]) != labels]]
@@ -377,7 +378,7 @@ def frame(part: Sequence[Run]) -> pd.DataFrame:
         {"experiment": run.experiment, "run_id": run.folder.name, "name": run.label}
         | {f"params.{k}": v for k, v in mlflow_view.as_params(run.record).items()}
         | {f"metrics.{k}": v for k, v in run.metrics.items()}
-        | mlflow_view.marked(run.doubts())
+        | mlflow_view.marked(run.doubts)
         | {f"tags.{k}": v for k, v in run.tags.items()}
         for run in part
     )

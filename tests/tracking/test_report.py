@@ -310,8 +310,8 @@ def _repeats(slower: float) -> pd.DataFrame:
 def test_doubtful_timing_is_marked(store, metrics, tags, slower, reason):
     committed("a", FAST | metrics, tags={"device": "cpu", **tags}, rounds=_repeats(slower))
     [run] = report.of("mine")
-    assert bool(run.doubts()) == bool(reason)
-    assert reason in " ".join(run.doubts())
+    assert bool(run.doubts) == bool(reason)
+    assert reason in " ".join(run.doubts)
     assert ("certainly" in report.answer([run])) == (not reason)
     assert ("doubtful" in Reader(report.page([run])).text) == bool(reason)
 
