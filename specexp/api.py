@@ -94,6 +94,11 @@ class Pairing:
         """The settings of the target's generation config that change its logits."""
         return generation.followed(names.generation_of(self.options["target"]))
 
+    def __repr__(self) -> str:
+        options = self.options | {"target": self.target.name, "drafter": self.named}
+        shown = [n for n, value in options.items() if n == "target" or value != DEFAULTS[n]]
+        return f"Pairing({', '.join(f'{n}={options[n]!r}' for n in shown)})"
+
     def _repr_html_(self) -> str:
         from specexp.figures import cards
 

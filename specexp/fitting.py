@@ -143,6 +143,8 @@ def rule(name: str) -> tuple[str, tuple[float, ...]]:
         raise UserError(f"rule {kind} takes no argument, and {argument!r} was given")
     if objects.is_there("rule", name):
         return "", ()
+    if missing := objects.missing("rule", name):
+        raise UserError(missing)
     raise UserError(
         f"rule {name!r} is unknown{meant(kind, [*RULES, *NUMBERED])} (there are "
         f"{', '.join([*RULES, 'typical:EPSILON', 'lenient:LENIENCE'])}; one of your own is "

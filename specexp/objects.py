@@ -116,6 +116,15 @@ def module_of(text: str) -> str:
     return parts[1] if parts else ""
 
 
+def missing(kind: str, text: str) -> str:
+    """What is wrong with a text that is written `module:Object` and whose module is not there; ""
+    for any other text."""
+    if not (module := module_of(text)) or is_there(kind, text):
+        return ""
+    where = f"neither installed nor in the folder {Path.cwd()}"
+    return f"{kind} {text}: there is no module {module}, {where}"
+
+
 def is_shipped(thing: Any) -> bool:
     """Whether an object's class is one of this package."""
     return type(thing).__module__.partition(".")[0] == "specexp"

@@ -17,7 +17,9 @@ MOST, DOUBLINGS = 3, 5  # drafters, the best first; batch sizes beyond the large
 def text(advice: Advice, folder: Path) -> str:
     """A grid file for a folder: the drafters that pay in every batch in which they were measured,
     each with the draft length chosen in the largest, from there on in batches twice as large each.
-    Raises UserError if there are none."""
+    Raises UserError if there are none, or if no result can be trusted."""
+    if not advice.plans:
+        raise UserError(advice.verdict())
     drafts = {
         plan.drafter: (chosen.draft, plan.largest)
         for plan in advice.plans

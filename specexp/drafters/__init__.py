@@ -225,7 +225,7 @@ def _own(request: Request) -> Prepared:
         prepare = getattr(own, "prepare", None) or (own if inspect.isroutine(own) else None)
         if prepare is None:
             raise UserError(
-                f"{about} is of type {type(own).__name__}: give a name, a specexp.Drafter (an "
+                f"drafter is {own!r:.40}: give a name, a specexp.Drafter (an "
                 "instance or a class), a function that returns one, or a transformers model"
             )
         own = prepare(request)

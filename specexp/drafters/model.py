@@ -188,8 +188,8 @@ def check_vocabulary(config: Any, V: int, name: str) -> None:
     """Raise UserError if the model has fewer logits than its tokenizer has tokens, V."""
     if config.vocab_size < V:
         raise UserError(
-            f"{name} has {config.vocab_size} logits for a tokenizer of {V} tokens: choose another "
-            "model"
+            f"{name} has {config.vocab_size} logits for a tokenizer of {V} tokens: give it the "
+            "tokenizer that it was trained with, or resize its embeddings (resize_token_embeddings)"
         )
 
 

@@ -51,7 +51,7 @@ def cost_curves(costs: Costs) -> Figure:
 
 def in_words(fit: Fit, context: float) -> str:
     """Floor and slope of a fit as text."""
-    return f"{fit.floor_s * 1e3:.1f} ms, the floor, and {fit.token_s(context) * 1e6:.0f} µs a token"
+    return f"{fit.floor_s * 1e3:.3g} ms, the floor, and {fit.token_s(context) * 1e6:.0f} µs a token"
 
 
 def floor_ends(costs: Costs, context: float) -> str:

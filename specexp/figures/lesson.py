@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
+from specexp.errors import counted
 from specexp.figures import style
 from specexp.figures.pairings import crossing, gamma_panel, speedup_panel
 from specexp.figures.tokens import COLOURS, HATCHED, cut, symbols
@@ -19,10 +20,13 @@ from specexp.serving.cost_table import Costs
 
 
 def by_hand(table: pd.DataFrame) -> Figure:
-    """Rounds as lines of cells, from `outcomes`."""
-    lines, columns = table["round"].nunique(), int(table["at"].max())
-    table = table.assign(token=table["token"].map(_label))
-    width = max(1.9, table["token"].str.len().max() * 0.13)
+    """Rounds as lines of cells, from `outcomes`: as many draft tokens as can be read side by side,
+    and the target's token."""
+    every, lines = table.assign(token=table["token"].map(_label)), table["round"].nunique()
+    width, longest = max(1.9, every["token"].str.len().max() * 0.13), int(table["at"].max())
+    columns = min(longest, max(2, round((style.WIDEST - 1.1) / width)))
+    of_target = every["q"].isna()
+    table = every.assign(at=every["at"].clip(upper=columns))[of_target | (every["at"] < columns)]
     with style.canvas(width * columns + 1.1, lines + 0.8) as (figure, axes):
         axes.set(xlim=(0.5, columns + 0.5), ylim=(lines + 0.5, 0.5))
         for _, row in table.iterrows():
@@ -40,10 +44,11 @@ def by_hand(table: pd.DataFrame) -> Figure:
         axes.set_xticks(range(1, columns + 1), [*names, "the target's token"])
         axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
         axes.grid(False)
-        accepted = int((table["outcome"] == "accepted").sum())
-        tokens = accepted + int(table["outcome"].isin(["corrected", "bonus"]).sum())
-        style.title(figure, f"{accepted} of {int(table['q'].notna().sum())} draft tokens accepted: "
-                      f"{tokens} tokens in {lines} target passes")  # fmt: skip
+        accepted, drafted = int((every["outcome"] == "accepted").sum()), int((~of_target).sum())
+        shown = f"; shown are the first {columns - 1} of {longest - 1}" * (columns < longest)
+        style.title(figure, f"{accepted} of {counted(drafted, 'draft token')} accepted: "
+                      f"{accepted + int(of_target.sum())} tokens in "
+                      f"{counted(lines, 'target pass', 'es')}{shown}")  # fmt: skip
     return figure
 
 
@@ -179,7 +184,7 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
                       bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 1}
             )  # fmt: skip
         left.set_ylim(top=1.4 * passes["times"].max())
-        left.set_title(f"How much longer {gamma} draft tokens a stream make a pass")
+        left.set_title(f"How much longer a pass is with {counted(gamma, 'draft token')} a stream")
         speedup_panel(right, by_batch, "batch")
         style.batch_axis(right, by_batch["batch"])
         style.title(figure, crossing(by_batch) + doubt_of_speedups(judged(by_batch)))

@@ -261,7 +261,7 @@ def round_costs(costs: pd.DataFrame) -> Figure:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.axvline(1, color=style.PLAIN, lw=1.5)
-        axes.set(xlabel=f"plain steps (of {step * 1e3:.1f} ms)")
+        axes.set(xlabel=f"plain steps (of {step * 1e3:.3g} ms)")
         draft, check = parts["draft"], parts["verify"]
         if by == "arm":
             dearest, slowest = costs["arm"][draft.idxmax()], costs["arm"][check.idxmax()]
@@ -320,12 +320,16 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
                  label="speculative, with the interval of its ratio to plain")  # fmt: skip
         style.batch_axis(axes, by_batch["batch"])
         axes.set(ylabel="tokens/s, all streams", ylim=(0, None))
-        style.title(figure,
-              f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: "
-              f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens/s in plain "
-              f"decoding, {last['tok_s'] / first['tok_s']:.1f}x with speculation"
-              + summaries.doubt_of_speedups(summaries.judged(by_batch))
-        )  # fmt: skip
+        finding = (
+            f"Batch {last['batch']:.0f} over batch {first['batch']:.0f}: "
+            f"{last['plain_tok_s'] / first['plain_tok_s']:.1f}x the tokens/s in plain decoding, "
+            f"{last['tok_s'] / first['tok_s']:.1f}x with speculation"
+            if len(by_batch) > 1
+            else f"Batch {first['batch']:.0f}: {first['plain_tok_s']:,.0f} tokens/s in plain "
+            f"decoding, {first['tok_s']:,.0f} with speculation"
+        )
+        doubt = summaries.doubt_of_speedups(summaries.judged(by_batch))
+        style.title(figure, finding + doubt)
     return figure
 
 
@@ -355,10 +359,11 @@ def crossing(by_batch: pd.DataFrame) -> str:
         f"{style.times(row, 'speedup')} at batch {row['batch']:.0f}"
         for row in (first, by_batch.iloc[-1])
     )
+    ends = start if len(by_batch) == 1 else f"{start}, {end}"
     if len(pays) and len(costs) and costs.min() > pays.max():
         return f"{start}; stops paying between batch {pays.max():.0f} and {costs.min():.0f}"
     if len(pays) == len(by_batch):
-        return f"Pays at every batch size tried: {start}, {end}"
+        return f"Pays at every batch size tried: {ends}"
     if len(costs) == len(by_batch):
-        return f"Pays at no batch size tried: {start}, {end}"
-    return f"{start}, {end}"
+        return f"Pays at no batch size tried: {ends}"
+    return ends

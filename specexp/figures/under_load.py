@@ -89,18 +89,19 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
             "speculated": "rows speculated", "kept": "draft tokens accepted"}  # fmt: skip
     looks = lines(tables)
     with style.panels(len(rows), 5.25, 3.6) as (figure, every):
+        lasts = {name: table["end_s"].max() for name, table in tables.items()}
         for axes, (column, label) in zip(every, rows.items(), strict=True):
             for name, table in tables.items():
                 wide = {"lw": 4, "alpha": 0.6} if name == "plain" else {"lw": 1.5}
                 axes.plot(table["end_s"], table[column], label=name,
                           **looks[name] | wide | {"marker": "None"})  # fmt: skip
-            axes.set(xlabel="seconds", ylabel=label, ylim=(0, None))
+            axes.set(xlabel="seconds", ylabel=label, xlim=(0, max(lasts.values())), ylim=(0, None))
+            axes.xaxis.set_major_locator(MaxNLocator(5))
             share = column in ("speculated", "kept")
             axes.yaxis.set_major_locator(MaxNLocator(5, integer=not share))
             axes.set_ylim(top=1.02 if share else max(1, axes.get_ylim()[1]))
             if share:
                 style.per_cent(axes)
-        lasts = {name: table["end_s"].max() for name, table in tables.items()}
         names = sorted(lasts, key=lasts.__getitem__)
         done = dict.fromkeys([names[0], names[-1]])
         each = [f"{lasts[name]:.3g} s under {name}" for name in done]

@@ -165,6 +165,8 @@ def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> P
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
     if (own := objects.resolve("policy", name)) is not None:
         return _own(own)
+    if missing := objects.missing("policy", name):
+        raise UserError(missing)
     near = meant(kind, (known.partition(":")[0] for known in NAMES.split(", ")))
     raise UserError(
         f"policy {name!r} is unknown{near} (there are {NAMES}; one of your own is module:Class)"

@@ -64,22 +64,21 @@ def method_of(drafter: str) -> tuple[str, str] | None:
         return "model", drafter
     if objects.is_there("drafter", drafter):
         return None
-    methods = fitting.methods()
+    methods, missing = fitting.methods(), objects.missing("drafter", drafter)
     others = [n for n in OTHER_NAMES if ":" not in drafter or n == method]  # most take no argument
     if "/" not in method and (near := difflib.get_close_matches(method, [*methods, *others], 1)):
+        meant = f"did you mean {OTHER_NAMES.get(near[0], near[0])!r}?"
+        if missing:
+            raise UserError(f"{missing}; {meant}")
         raise UserError(
-            f"drafter {method!r} is unknown; did you mean {OTHER_NAMES.get(near[0], near[0])!r}? "
-            f"(use one of {', '.join(methods)}; a draft model is model:NAME, a drafter of your own "
-            "module:Class)"
+            f"drafter {method!r} is unknown; {meant} (use one of {', '.join(methods)}; a draft "
+            "model is model:NAME, a drafter of your own module:Class)"
         )
     own = ":".join(drafter.rsplit(".", 1))
     if "/" not in drafter and own != drafter and objects.is_there("drafter", own):
         raise UserError(f"drafter {drafter!r} is unknown; did you mean {own!r}?")
-    if module := objects.module_of(drafter):
-        raise UserError(
-            f"drafter {drafter}: there is no module {module}, neither installed nor in the folder "
-            f"{Path.cwd()}"
-        )
+    if missing:
+        raise UserError(missing)
     return "model", drafter
 
 

@@ -289,6 +289,14 @@ def test_compare_with_plain_prints_the_speedup_and_the_verdict(load):
         TEXTS[0], 4).exact is False  # fmt: skip
 
 
+def test_pairing_prints_as_what_was_asked_for_in_one_line(load):
+    pair = load(Echo(), gamma=3, temperature=0.5)
+    printed = repr(pair)
+    assert "drafter='echo', gamma=3, temperature=0.5" in printed
+    assert pair.target.name in printed
+    assert "Engine" not in printed and "\n" not in printed
+
+
 def test_comparison_that_cannot_be_is_not_called_faster(load, monkeypatch):
     whole = one_pairing.latency_by_arm
 
@@ -458,12 +466,15 @@ class Bare(Alternate):
     [
         ({"drafter": NoPropose}, "drafter NoPropose has no propose(self, seqs, tree, rng)"),
         ({"drafter": Reject}, "drafter Reject is a class, but not a drafter: subclass specexp.Dra"),
-        ({"drafter": 7}, "drafter int is of type int: give a name, a specexp.Drafter"),
+        ({"drafter": 7}, "drafter is 7: give a name, a specexp.Drafter"),
         (
             {"drafter": lambda request: 7},
             "drafter <lambda> returned something of type int: return a s",
         ),
         ({"drafter": "nowhere.mine:Echo"}, "there is no module nowhere.mine, neither installed"),
+        ({"drafter": "nomod:Echo"}, "there is no module nomod, neither installed nor in the folder"),
+        ({"rule": "mine:Follow"}, "rule mine:Follow: there is no module mine, neither installed"),
+        ({"policy": "mine:Cautious"}, "policy mine:Cautious: there is no module mine, neither"),
         ({"drafter": "support.own:Ecko"}, "module support.own has no Ecko"),
         ({"drafter": torch.nn.Linear(2, 2)}, "draft model Linear is of type Linear: give a trans"),
         (

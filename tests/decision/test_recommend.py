@@ -225,6 +225,14 @@ def test_no_grid_is_written_where_nothing_is_open(store, run, tmp_path):
     assert not (tmp_path / "next.yaml").exists()
 
 
+def test_no_grid_is_written_where_no_timing_can_be_trusted(store, run, tmp_path):
+    log("suffix", 1.4, tags=MACHINE | {"load": "7.5"})
+    code, _, err = run("--grid", str(tmp_path / "next.yaml"))
+    assert code == 2
+    assert "none has a speedup that can be trusted" in err
+    assert "larger ones need no grid" not in err
+
+
 def test_folders_are_called_by_what_tells_them_apart_and_engines_get_the_whole_path(store):
     first, second = "model:/models/one/draft", "model:/models/two/draft"
     log(first, 0.8)

@@ -45,6 +45,21 @@ def test_by_hand_has_a_cell_for_every_token_and_counts_them():
     assert {'" b⏎"', '"a name of m…"'} <= set(texts(axes))
 
 
+def test_by_hand_leaves_out_draft_tokens_for_which_there_is_no_room():
+    first = JUDGED[JUDGED["round"] == 1].iloc[:2]
+    late = [first.iloc[[1]].assign(at=at, token=f"late {at}") for at in range(3, 17)]
+    table = pd.concat([first, *late, JUDGED.iloc[[2]].assign(at=17)])
+    figure = figures.lesson.by_hand(table)
+    [axes] = figure.axes
+    shown = len(axes.patches) - 1
+    assert figure.get_figwidth() / (shown + 1) > 1.7  # inches: a cell's texts do not overlap
+    words = figure.get_suptitle()
+    assert words.startswith("1 of 16 draft tokens accepted: 2 tokens in 1 target pass; shown are")
+    assert f"the first {shown} of 16" in words
+    assert {'"a"', '"late 3"', '"c"'} <= set(texts(axes))
+    assert '"late 16"' not in texts(axes)
+
+
 def test_overlap_bars_state_alpha_and_quote_tokens_only():
     figure = figures.lesson.overlap_bars(OVERLAP)
     assert "= 60%" in figure.get_suptitle()
@@ -98,6 +113,12 @@ def test_tension_leaves_out_batches_beyond_the_curve():
     assert (
         figure.get_suptitle() == "1.30x [1.20, 1.40] at batch 1; stops paying between batch 1 and 8"
     )
+
+
+def test_tension_counts_one_draft_token():
+    by_batch = MEASURED.rename(columns={"gamma": "batch"}).assign(batch=[1, 8])
+    figure = figures.lesson.tension(PASSES, by_batch, 1)
+    assert title(figure.axes[0]) == "How much longer a pass is with 1 draft token a stream"
 
 
 def test_pays_says_where_and_sliders_draw_the_same(monkeypatch):

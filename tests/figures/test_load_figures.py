@@ -86,6 +86,8 @@ def test_timelines_title_names_first_and_last(tmp_path):
     title, once = drawn(figures.under_load.timelines(tables), tmp_path).split("\n")
     assert title == "The same arrivals: all answered after 5 s under goodput, 31 s under plain"
     assert once == "No intervals: each policy served them once"
+    spans = [axes.get_xlim() for axes in figures.under_load.timelines(tables).axes]
+    assert spans == [(0, 31)] * 4, "one time, also where nothing was drafted at first"
     idle = {"plain": under_load.timeline([tick(0.0, 1.0, live=1)], 5)}
     waiting = figures.under_load.timelines(idle).axes[1]
     ticks = [text.get_text() for text in waiting.get_yticklabels()]

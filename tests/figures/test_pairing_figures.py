@@ -64,6 +64,22 @@ def test_crossing_is_claimed_only_by_intervals(speedups, claim):
     assert claim in title(figures.pairings.over_batch(sweep(*speedups)))
 
 
+@pytest.mark.parametrize("speedup", [(2, 1.9, 2.1), (1, 0.9, 1.1), (0.9, 0.8, 0.95)])
+def test_crossing_names_a_single_batch_once(speedup):
+    assert figures.pairings.crossing(sweep(speedup)).count("at batch 1") == 1
+
+
+def test_throughput_of_a_single_batch_is_not_compared_with_itself():
+    words = title(figures.pairings.throughput(sweep((2, 1.9, 2.1))))
+    assert words == "Batch 1: 100 tokens/s in plain decoding, 200 with speculation"
+
+
+def test_round_costs_state_a_plain_step_of_microseconds():
+    costs = pd.DataFrame({"gamma": [0, 2], "draft_s": 0.0, "verify_s": 3e-5, "rest_s": 0.0})
+    [axes] = figures.pairings.round_costs(costs).axes
+    assert axes.get_xlabel() == "plain steps (of 0.03 ms)"
+
+
 def arms(*speedups: tuple[float, float, float]) -> pd.DataFrame:
     table = pd.DataFrame(speedups, columns=["speedup", "low", "high"])
     table["arm"] = [f"arm {n}" for n in range(len(table))]

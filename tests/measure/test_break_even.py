@@ -339,6 +339,11 @@ def test_title_of_costs_says_where_the_floor_ends(law, said):
     assert said in figure.get_suptitle().replace("\n", " ")
 
 
+def test_floor_of_microseconds_is_not_said_to_be_none():
+    left = figures.break_even.cost_curves(planted(floor=2e-5)).axes[0]
+    assert left.get_title(loc="left").startswith("0.02 ms, the floor")
+
+
 @pytest.mark.parametrize("few", [planted().upto(1), replace(
     planted(), batches=(1,), verify=planted().verify[:1], draft=planted().draft[:1]
 )])  # fmt: skip
