@@ -294,7 +294,8 @@ def test_pairing_prints_as_what_was_asked_for_in_one_line(load):
     printed = repr(pair)
     assert "drafter='echo', gamma=3, temperature=0.5" in printed
     assert pair.target.name in printed
-    assert "Engine" not in printed and "\n" not in printed
+    assert "Engine" not in printed
+    assert "\n" not in printed
 
 
 def test_comparison_that_cannot_be_is_not_called_faster(load, monkeypatch):
@@ -472,7 +473,7 @@ class Bare(Alternate):
             "drafter <lambda> returned something of type int: return a s",
         ),
         ({"drafter": "nowhere.mine:Echo"}, "there is no module nowhere.mine, neither installed"),
-        ({"drafter": "nomod:Echo"}, "there is no module nomod, neither installed nor in the folder"),
+        ({"drafter": "nomod:Echo"}, "there is no module nomod, neither installed"),
         ({"rule": "mine:Follow"}, "rule mine:Follow: there is no module mine, neither installed"),
         ({"policy": "mine:Cautious"}, "policy mine:Cautious: there is no module mine, neither"),
         ({"drafter": "support.own:Ecko"}, "module support.own has no Ecko"),
