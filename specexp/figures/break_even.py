@@ -159,11 +159,11 @@ def alpha_map(costs: Costs) -> Figure:
                 axes.text(x, y, "never", ha="center", va="center", fontsize=9)
         alphas = [break_even_alpha(costs, b, 1, costs.contexts[0]) for b in costs.batches]
         cheap, dear = min(alphas), alphas[-1]
-        until = f"from {dear:.2f}" if dear < 1 else "never"
+        first, last = costs.batches[alphas.index(cheap)], costs.batches[-1]
+        until = f", and at batch {last} {f'from {dear:.2f}' if dear < 1 else 'never'}"
         style.title(figure,
               f"{costs.about['drafter']}{doubt(costs)}: one draft token pays from acceptance "
-              f"probability {cheap:.2f} at batch {costs.batches[alphas.index(cheap)]}, and at "
-              f"batch {costs.batches[-1]} {until}"
+              f"probability {cheap:.2f} at batch {first}" + until * (last != first)
         )  # fmt: skip
     return figure
 
@@ -171,7 +171,8 @@ def alpha_map(costs: Costs) -> Figure:
 @contextmanager
 def _maps(costs: Costs) -> Iterator[tuple[Figure, list[Axes]]]:
     """A panel a context, batches across and draft lengths up."""
-    size = 0.8 + 0.75 * len(costs.batches), 2 + 0.6 * len(costs.gammas)
+    width = max(0.8 + 0.75 * len(costs.batches), 6 / len(costs.contexts))  # a title takes 6 inches
+    size = width, 2.4 + 0.6 * len(costs.gammas)
     with style.panels(len(costs.contexts), *size, sharey=True) as (figure, every):
         for axes, context in zip(every, costs.contexts, strict=True):
             axes.grid(False)

@@ -124,14 +124,15 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
         for pairing, look in style.marks(dict.fromkeys(samples["pairing"])).items():
             part = rates[rates["pairing"] == pairing]
             style.points(axes, part, "temperature", "value", label=pairing, **look)
-        axes.set(xlabel="temperature", ylabel="acceptance rate", ylim=(0, 1.02),
-                 xticks=sorted(set(rates["temperature"])))  # fmt: skip
+        axes.set(ylabel="acceptance rate", ylim=(0, 1.02))
+        style.temperature_axis(axes, rates["temperature"])
         style.per_cent(axes)
         main = rates[rates["pairing"] == first]
         cold, hot = main.iloc[0], main.iloc[-1]
+        warmer = f", {style.share(hot)} at {hot['temperature']:g}" * (len(main) > 1)
         style.title(figure,
               f"{first}: acceptance rate {style.share(cold)} at temperature "
-              f"{cold['temperature']:g}, {style.share(hot)} at {hot['temperature']:g}"
+              f"{cold['temperature']:g}{warmer}"
         )  # fmt: skip
     return figure
 
@@ -143,14 +144,15 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
     table = pd.concat([summaries.gains(part, "reject").assign(temperature=t) for t, part in each])
     hottest = max(each.groups)
     hot = samples[samples["temperature"] == hottest]
-    rules = list(dict.fromkeys(table["rule"]))
+    if not (rules := list(dict.fromkeys(table["rule"]))):
+        return style.nothing("Only reject was measured: other rules are compared with it")
     with style.panels(len(rules), 3.5, 3.2, sharey=True) as (figure, every):
         for axes, (rule, look) in zip(every, style.marks(rules).items(), strict=True):
             axes.axhline(0, color=style.PLAIN, lw=1.5)
             style.points(axes, table[table["rule"] == rule], "temperature", "gain", **look)
             axes.set_title(f"{rule}: {summaries.length(hot[hot['rule'] == rule]).value:.2f}")
-            axes.set(xlabel="temperature", xticks=sorted(each.groups))
-        figure.supylabel("acceptance length, reject = 0")
+            style.temperature_axis(axes, each.groups)
+        figure.supylabel("acceptance length,\nreject = 0")
         last = table[(table["temperature"] == hottest) & ~table["rule"].str.contains("lossy")]
         more = [f"{r['rule']} accepts {abs(r['gain']):.2f} tokens per pass "
                 f"{'more' if r['gain'] > 0 else 'less'} than reject"

@@ -6,7 +6,7 @@ be read in grey; its paper is white, so that it can be read on a dark page.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,6 +126,16 @@ def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
     axes.set_xticks(list(batches), [str(b) for b in batches])
     axes.minorticks_off()
     axes.set_xlabel("batch size (streams)")
+
+
+def temperature_axis(axes: Axes, temperatures: Collection[float]) -> None:
+    """Numbers at those temperatures, the highest first, that are far enough apart to be read."""
+    ticks: list[float] = []
+    for tick in sorted({*temperatures}, reverse=True):
+        if not ticks or ticks[-1] - tick >= 0.15 * (ticks[0] - min(temperatures)):
+            ticks.append(tick)
+    axes.set_xlabel("temperature")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
 
 
 def log_axis(axes: Axes, which: str = "y") -> None:

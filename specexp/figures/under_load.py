@@ -126,7 +126,7 @@ def latencies(answers: pd.DataFrame, finding: str, **limits_ms: float) -> Figure
             axes.axhline(0.95, color=style.INK, lw=0.8, ls=":")
             if kind in limits_ms:
                 axes.axvline(limits_ms[kind], color=style.INK, lw=1.2)
-                axes.set_title(f"limit {limits_ms[kind]:g} ms")
+                axes.set_title(f"limit {float(f'{limits_ms[kind]:.3g}'):g} ms")
             axes.set(xlabel=f"{kind.upper()} (ms)", ylim=(0, 1.02))
             style.log_axis(axes, "x")
         every[0].set_ylabel("share of requests")

@@ -38,16 +38,18 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
     """Acceptance length (tokens a target pass) of each rule minus that of the rule `over`.
 
     samples: rows of `one_pairing.acceptance` at one temperature. One row a rule, with columns rule,
-    gain, and the ends low and high of its interval over prompts; all intervals hold at once."""
+    gain, and the ends low and high of its interval over prompts; all intervals hold at once. No row
+    if `over` is alone."""
     columns = ["accepted", "passes"]
     by_rule = {rule: part.set_index("question_id") for rule, part in samples.groupby("rule")}
     base = by_rule.pop(over)[columns]
     pairs = [part[columns].join(base, rsuffix="_base") for part in by_rule.values()]
     differences = [statistics.difference_draws(*pair.to_numpy().T) for pair in pairs]
-    return pd.DataFrame(
-        {"rule": rule} | gain.columns("gain")
-        for rule, gain in zip(by_rule, statistics.simultaneous(differences), strict=True)
-    )
+    intervals = statistics.simultaneous(differences) if differences else []
+    rows = [
+        {"rule": rule} | gain.columns("gain") for rule, gain in zip(by_rule, intervals, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=["rule", "gain", "low", "high"])
 
 
 def length(samples: pd.DataFrame) -> Interval:

@@ -111,6 +111,8 @@ def test_latencies_are_the_share_of_requests_answered_within(tmp_path):
     figure = figures.under_load.latencies(both, "title", tpot=50)
     assert drawn(figure, tmp_path) == "title"
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["", "limit 50 ms", ""]
+    figure = figures.under_load.latencies(both, "title", tpot=50.12345)
+    assert figure.axes[1].get_title(loc="left") == "limit 50.1 ms"
     plain = figure.axes[0].lines[0]
     assert list(plain.get_xdata()) == sorted(1e3 * both.query("policy == 'plain'")["ttft_s"])
     assert plain.get_ydata()[-1] == 1

@@ -74,6 +74,29 @@ def test_throughput_of_a_single_batch_is_not_compared_with_itself():
     assert words == "Batch 1: 100 tokens/s in plain decoding, 200 with speculation"
 
 
+def test_temperatures_close_together_can_be_read(pairing):
+    rules = [pairing.with_(rule=rule, temperature=1.0) for rule in ("reject", "block", "match")]
+    samples = one_pairing.acceptance(rules, PROMPTS, 8, [0.0, 0.1, 0.25, 0.5, 2.0])
+    axes = figures.pairings.over_temperature(samples).axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["2", "0.5", "0.1"]
+    warm = figures.pairings.by_temperature(samples[samples["temperature"] == 0.5])
+    assert title(warm).count("at temperature 0.5") == 1
+    assert " at 0.5" not in title(warm)
+
+
+def test_reject_alone_is_compared_with_nothing(pairing):
+    alone = pairing.with_(rule="reject", temperature=1.0)
+    samples = one_pairing.acceptance([alone], PROMPTS, 8, [1.0])
+    gains = summaries.gains(samples, over="reject").round(3)
+    assert gains.empty
+    assert list(gains) == ["rule", "gain", "low", "high"]
+    [text] = figures.pairings.over_temperature(samples).axes[0].texts
+    assert text.get_text().startswith("Only reject was measured")
+    bias = {"reject": one_pairing.bias(alone, PROMPTS, 8)}
+    figure = figures.pairings.bias_and_length(summaries.length_and_bias(samples, bias))
+    assert title(figure) == "Every rule here keeps the target's distribution"
+
+
 def test_round_costs_state_a_plain_step_of_microseconds():
     costs = pd.DataFrame({"gamma": [0, 2], "draft_s": 0.0, "verify_s": 3e-5, "rest_s": 0.0})
     [axes] = figures.pairings.round_costs(costs).axes

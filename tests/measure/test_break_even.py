@@ -347,9 +347,13 @@ def test_floor_of_microseconds_is_not_said_to_be_none():
 @pytest.mark.parametrize("few", [planted().upto(1), replace(
     planted(), batches=(1,), verify=planted().verify[:1], draft=planted().draft[:1]
 )])  # fmt: skip
-def test_maps_draw_one_gamma_or_one_batch(few, tmp_path):
+def test_maps_draw_one_gamma_or_one_batch(few, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures.style, "_subject", "a target with a drafter of a long name")
     for figure in figures.break_even.alpha_map(few), figures.break_even.speedup_map(few, SAMPLES):
         figure.savefig(tmp_path / "figure.png")
+        assert figure.get_figwidth() >= 6, "the title needs that much"
+    last = len(few.batches) > 1
+    assert ("and at batch" in figures.break_even.alpha_map(few).get_suptitle()) is last
 
 
 def test_made_is_a_share_of_requested_tokens():
