@@ -16,11 +16,11 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from specexp.errors import UserError
+from specexp.errors import UserError, counted
 
 KINDS = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 PATIENCE_S = 600.0  # for one request
-_COUNT = re.compile(r"(?m)^(\w+):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)")
+_COUNT = re.compile(r"(?m)^(\w+):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? (\d\S*)")
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Server:
                 "when started with --metrics)"
             )
         self.kind = KINDS[kind]
-        models = json.loads(self._get("/v1/models"))["data"]
-        self.model = str(models[0]["id"]) if models else ""
+        listed = self._parsed("/v1/models", self._get("/v1/models"))
+        self.model = str(next((model["id"] for model in listed.get("data") or ()), ""))
 
     def counters(self) -> Counter[str]:
         """drafts, draft_tokens and accepted_tokens so far, and accepted_1, accepted_2, ...: drafts
@@ -61,7 +61,8 @@ class Server:
         return counts
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int) -> Reply:
-        """Continue token ids greedily. Raises UserError if the server refuses or returns none."""
+        """Continue token ids greedily. Raises UserError if the server refuses, returns none or
+        breaks off."""
         if self.kind == "vLLM":
             path, body = "/v1/completions", {
                 "model": self.model, "max_tokens": max_new_tokens, "return_token_ids": True,
@@ -72,27 +73,42 @@ class Server:
             }  # fmt: skip
         body |= {"prompt": list(prompt), "temperature": 0, "stream": True}
         tokens: list[int] = []
-        ended, start, first = False, time.perf_counter(), 0.0
+        ended = whole = False
+        start, first = time.perf_counter(), 0.0
         for event in self._events(path, body):
-            choice = event["choices"][0] if "choices" in event else event
+            choice: dict[str, Any] = next(iter(event.get("choices", [event])), {})
             new = choice.get("token_ids" if self.kind == "vLLM" else "tokens") or []
             if new:
                 last = time.perf_counter()
                 first = first or last
             tokens += new
             ended |= choice.get("finish_reason") == "stop" or choice.get("stop_type") == "eos"
+            whole |= bool(choice.get("finish_reason") or choice.get("stop"))
         if not tokens and not ended:
             raise UserError(f"{self.url} returned no token ids: it needs a newer version")
+        if not whole:
+            raise UserError(
+                f"{self.url} broke off after {counted(len(tokens), 'token')}: see its log"
+            )
         return Reply(tokens, ended, first - start, last - first if tokens else 0.0)
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer."""
         for line in self._open(path, json.dumps(body).encode()):
             if line.startswith(b"data: {"):
-                event = json.loads(line.removeprefix(b"data: "))
+                event = self._parsed(path, line.removeprefix(b"data: ").decode(errors="replace"))
                 if error := event.get("error"):
                     raise UserError(f"{self.url} refused a prompt: {error}")
                 yield event
+
+    def _parsed(self, path: str, text: str) -> dict[str, Any]:
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise UserError(f"{self.url}{path} answers no JSON object, but {text[:60]!r}")
+        return parsed
 
     def _get(self, path: str) -> str:
         return b"".join(self._open(path)).decode(errors="replace")

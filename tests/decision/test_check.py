@@ -30,7 +30,7 @@ class Fake(BaseHTTPRequestHandler):
     def do_GET(self):
         engine = self.server.fake
         if self.path == "/v1/models":
-            return self.say(json.dumps({"data": [{"id": "target-10m"}]}))
+            return self.say(engine.get("models", json.dumps({"data": [{"id": "target-10m"}]})))
         lines = ["# HELP vllm:spec_decode_num_drafts_total Number of drafts", "other:x_total 1"]
         for name, count in engine["counts"].items():
             at = f'{"," * (engine["kind"] == "vllm")}position="{name[-1]}"' * name[-1].isdigit()
@@ -72,9 +72,12 @@ class Fake(BaseHTTPRequestHandler):
                     engine["counts"][f"accepted_tokens_per_pos_{at}"] += 1
         key = "token_ids" if vllm else "tokens"
         parts = [{key: new} for new in events]
-        parts.append({key: [], "finish_reason": "stop" * ended, "stop_type": "eos" * ended})
+        reason = "stop" if ended else "length"
+        parts.append({key: [], "finish_reason": reason, "stop_type": "eos" * ended, "stop": True})
         parts = [{"choices": [part]} for part in parts] if vllm else parts
-        self.say("".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n")
+        parts += engine.get("adds", [])
+        lines = [f"data: {json.dumps(part)}\n\n" for part in parts[: engine.get("parts")]]
+        self.say("".join(lines) + engine.get("ends", "data: [DONE]\n\n"))
 
     def say(self, text):
         self.send_response(200)
@@ -169,11 +172,28 @@ def test_bad_servers_are_one_line(serving, pairing):
         Server("127.0.0.1:9")
     with pytest.raises(UserError, match=r"no counters of vLLM or llama.cpp .*--metrics"):
         Server(serving(pairing, kind="sglang", counts=Counter()))
+    for listed in ("no JSON", "[]"):
+        with pytest.raises(UserError, match=r"/v1/models answers no JSON object, but"):
+            Server(serving(pairing, models=listed))
+    with pytest.raises(UserError, match=r"/v1/completions answers no JSON object, but '{nope"):
+        Server(serving(pairing, ends="data: {nope\n\n")).complete([1, 2], 4)
+    with pytest.raises(UserError, match="broke off after 1 token: see its log"):
+        Server(serving(pairing, parts=1)).complete([1, 2], 4)
     refusing = Server(serving(pairing, refuses=True))
     with pytest.raises(UserError, match=r"answers 400 Bad Request: .*prompt too long"):
         refusing.complete([1, 2], 4)
     with pytest.raises(UserError, match="use temperature 0"):
         check(refusing, pairing.with_(temperature=0.5), SHORT, TOKENS)
+
+
+def test_events_and_counters_that_say_nothing_are_left_out(serving, pairing):
+    usage = {"choices": [], "usage": {"total_tokens": 6}}
+    server = Server(
+        serving(pairing, adds=[usage], models='{"data": null}', counts=Counter(drafts=float("nan")))
+    )
+    assert server.model == ""
+    assert len(server.complete([1, 2], 4).tokens) == 4
+    assert not server.counters()["drafts"]
 
 
 @pytest.mark.parametrize("spoils", [False, True])
