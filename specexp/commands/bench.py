@@ -170,9 +170,9 @@ def _show_costs(costs: Costs, context: int) -> None:
         "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
     )  # fmt: skip
     for batch in costs.batches:
-        times = [costs.verify_s(batch, n, context) for n in costs.tokens]
-        times += [costs.draft_s(batch, g, context) for g in costs.gammas]
-        table.add_row(str(batch), *(f"{t * 1e3:.1f}" for t in times))
+        times = [costs.verify_s(batch, n, context) * 1e3 for n in costs.tokens]
+        times += [costs.draft_s(batch, g, context) * 1e3 for g in costs.gammas]
+        table.add_row(str(batch), *(f"{t:.1f}" if t >= 1 or t == 0 else f"{t:.2g}" for t in times))
     fit = costs.fit()
     opt.console.print(table)
     opt.say(f"a pass takes {in_words(fit, context)}{doubt(costs)}; {floor_ends(costs, context)}")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.cost_tables import planted, rough
 
 from specexp import api, figures
-from specexp.commands import app
+from specexp.commands import app, bench
 from specexp.errors import UserError
 from specexp.measure import break_even, costs, one_pairing, summaries
 from specexp.measure.prompts import Prompt
@@ -415,6 +415,12 @@ def test_profile_command_measures_shows_and_keeps(
     assert {"floor_s", "per_token_s", "knee", "r2"} <= shown.pop("fit").keys()
     assert shown == json.loads(kept.read_text()) == json.loads(out_file.read_text())
     assert out_file.with_suffix(".png").exists()
+
+
+def test_costs_below_a_tenth_of_a_millisecond_are_shown(capsys):
+    bench._show_costs(planted(floor=2e-5, token=1e-6, slot=0), 64)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["1"])
+    assert row.split()[1] == "0.021"
 
 
 @pytest.mark.parametrize(
