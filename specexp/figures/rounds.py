@@ -40,7 +40,7 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
                           parse_math=False)  # fmt: skip
         counts = [f"{step.accepted}/{step.drafted}" for step, _ in lines]
         axes.set_yticks(range(len(lines)), counts)
-        axes.set(ylabel="accepted/drafted, one line per round", xticks=[])
+        axes.set(xlabel="one line per round: accepted/drafted, then its tokens", xticks=[])
         axes.invert_yaxis()
         axes.grid(False)
         title(figure, f"One of the prompts: {output.trace.by_row[row]}{only}")

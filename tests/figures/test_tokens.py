@@ -94,6 +94,14 @@ def test_names_are_no_html(pairing):
     assert "<img" not in page
 
 
+def test_a_strip_of_two_rounds_can_be_read(pairing, monkeypatch):
+    monkeypatch.setattr(style, "_subject", "a target with a drafter, 1 prompt of a file of mine")
+    output = pairing.generate(PROMPTS[0].text, 12)
+    few = replace(output.trace, rounds=output.trace.rounds[:2])
+    figure = figures.rounds.strip(replace(output, trace=few))
+    assert len(figure.axes[0].get_yticks()) == 2
+
+
 def test_a_strip_has_a_cell_for_every_token(pairing):
     output = pairing.generate("def mean(values):", 12)
     [axes] = (figure := figures.rounds.strip(output)).axes
