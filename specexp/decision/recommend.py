@@ -12,7 +12,7 @@ which nothing is certain, drafting is off.
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
 from math import log
@@ -171,7 +171,7 @@ class Advice:
             for m in own:
                 best = m is _choice([n for n in own if n.batch == m.batch])
                 rows.append(vars(m) | {"best": best, "on": best and m.batch <= until})
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows, columns=[*(f.name for f in fields(Measured)), "best", "on"])
 
     def __str__(self) -> str:
         return f"{self.situation.target} ({self.situation}): {self.verdict()}"

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -231,6 +232,9 @@ def test_no_grid_is_written_where_no_timing_can_be_trusted(store, run, tmp_path)
     assert code == 2
     assert "none has a speedup that can be trusted" in err
     assert "larger ones need no grid" not in err
+    code, _, _ = run("--out", str(tmp_path / "map.csv"))
+    assert code == 0
+    assert {"drafter", "batch", "speedup", "on"} <= {*pd.read_csv(tmp_path / "map.csv")}
 
 
 def test_folders_are_called_by_what_tells_them_apart_and_engines_get_the_whole_path(store):
