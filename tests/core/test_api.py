@@ -474,8 +474,11 @@ class Bare(Alternate):
         ),
         ({"drafter": "nowhere.mine:Echo"}, "there is no module nowhere.mine, neither installed"),
         ({"drafter": "nomod:Echo"}, "there is no module nomod, neither installed"),
-        ({"rule": "mine:Follow"}, "rule mine:Follow: there is no module mine, neither installed"),
-        ({"policy": "mine:Cautious"}, "policy mine:Cautious: there is no module mine, neither"),
+        (
+            {"rule": "nomod:Follow"},
+            "rule nomod:Follow: there is no module nomod, neither installed",
+        ),
+        ({"policy": "nomod:Own"}, "policy nomod:Own: there is no module nomod, neither installed"),
         ({"drafter": "support.own:Ecko"}, "module support.own has no Ecko"),
         ({"drafter": torch.nn.Linear(2, 2)}, "draft model Linear is of type Linear: give a trans"),
         (
