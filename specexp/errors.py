@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -25,6 +26,13 @@ class UserError(Exception):
     """Bad input. The message is one line: what is wrong and what to do. `code`: the exit status."""
 
     code = 2
+
+    def _render_traceback_(self) -> list[str]:
+        """What Jupyter shows: the message alone, as the input is at fault and no line of code, or
+        below the traceback of the exception that it explains."""
+        cause = traceback.format_exception(self.__cause__) if self.__cause__ else []
+        notes = getattr(self, "__notes__", [])
+        return [*(part.rstrip() for part in cause), f"UserError: {self}", *notes]
 
 
 class NonFiniteLogits(Exception):

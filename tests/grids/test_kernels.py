@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ import psutil
 import pytest
 import torch
 from conftest import also, one_in
+from IPython.core.history import HistoryManager
+from IPython.core.interactiveshell import InteractiveShell
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.clientwrap import PapermillNotebookClient
@@ -527,3 +530,14 @@ def test_reply_whose_arrival_woke_nobody_ends_a_cell(monkeypatch):
     notebook = SimpleNamespace(nb=nbformat.v4.new_notebook())
     _Client(notebook, log_file=None, watch=print).start_new_kernel_client()
     assert asyncio.run(asyncio.wait_for(client.shell_channel.get_msg(), 600)) == "the reply"
+
+
+def test_cell_shows_a_user_error_in_one_line_below_what_it_explains(capsys, monkeypatch):
+    monkeypatch.setattr(HistoryManager, "enabled", False)
+    shell = InteractiveShell()
+    shell.run_cell("import specexp\nspecexp.Tree.chain(-1)")
+    assert re.fullmatch(r"UserError: gamma is -1; .*\n", capsys.readouterr().out)
+    shell.run_cell("from specexp.errors import refusing\nwith refusing('no way'):\n    {}['key']")
+    *cause, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("UserError: no way: ")
+    assert cause[-1] == "KeyError: 'key'"
