@@ -28,8 +28,8 @@ COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 @dataclass(frozen=True)
 class Checked:
     """samples: a row a prompt, with COUNTS of the server and, behind `here_`, of the reference;
-    tokens, s (seconds from the first of them to the last), ttft_s, and the same behind
-    `plain_` if there is a second server. positions: of each place in a draft, the shares of drafts
+    tokens, s, ttft_s and later (see `Reply`), and the same behind `plain_` if there is a second
+    server. positions: of each place in a draft, the shares of drafts
     with at least so many tokens accepted, on the server and here. same: prompts on which both
     servers wrote the same text."""
 
@@ -53,15 +53,12 @@ class Checked:
 
     @cached_property
     def speedup(self) -> Interval | None:
-        """Over the second server, from prompts with two tokens or more; None without one."""
+        """Over the second server, from prompts with later tokens from both; None without one."""
+        names = ["plain_s", "plain_later", "s", "later"]
         if "plain_s" not in self.samples:
             return None
-        later = self.samples[["plain_tokens", "tokens"]] - 1  # than the first
-        timed = (later > 0).all(axis=1)
-        if not timed.any():
-            return None
-        times, (plain, own) = self.samples[timed], later[timed].to_numpy().T
-        return statistics.speedup(times["plain_s"], plain, times["s"], own)
+        timed = self.samples[(self.samples[["plain_later", "later"]] > 0).all(axis=1)]
+        return statistics.speedup(*timed[names].to_numpy().T) if len(timed) else None
 
     @property
     def drafts(self) -> bool:
@@ -98,7 +95,7 @@ class Checked:
     def lines(self) -> list[str]:
         """The findings in words."""
         samples = self.samples
-        ttft, tpot = samples["ttft_s"].median(), samples["s"].sum() / (samples["tokens"] - 1).sum()
+        ttft, later = samples["ttft_s"].median(), samples["later"].sum()
         said = [f"text: {self.text()}"]
         if self.same is not None:
             said.append(f"text: the plain server's in {self.same} of {len(samples)}")
@@ -116,7 +113,8 @@ class Checked:
                 f"{off.value:+.2f} [{off.low:+.2f}, {off.high:+.2f}], {clear}",
                 f"acceptance: {on['share']:.0%} of all tokens, {on['here_share']:.0%} here",
             ]
-        said.append(f"speed: {1e3 * tpot:.2f} ms a token after the first, TTFT {1e3 * ttft:.0f} ms")
+        pace = f"{1e3 * samples['s'].sum() / max(1, later):.2f} ms a token after the first, "
+        said.append(f"speed: {pace * bool(later)}TTFT {1e3 * ttft:.0f} ms")
         if self.speedup:
             over = f"{self.speedup}, {statistics.verdict(self.speedup)}"
             said.append(f"speedup over the plain server: {over}")
@@ -147,7 +145,7 @@ def check(
             reply = servers[name].complete(ids, max_new_tokens)
             outputs[name].append(reply)
             row |= {f"{name}tokens": len(reply.tokens), f"{name}s": reply.s,
-                    f"{name}ttft_s": reply.ttft_s}  # fmt: skip
+                    f"{name}ttft_s": reply.ttft_s, f"{name}later": reply.later}  # fmt: skip
         now = server.counters()
         row |= {name: now[name] - before[name] for name in COUNTS}
         before = now

@@ -26,12 +26,14 @@ _COUNT = re.compile(r"(?m)^(\w+):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? 
 @dataclass(frozen=True)
 class Reply:
     """ended: by an end-of-text token, which may be missing from the tokens. ttft_s: seconds to the
-    first token; s: from there to the last."""
+    first tokens, or to the end of an answer without any; s: from there to the last. later: tokens
+    that came after the first, of which several may come at once."""
 
     tokens: list[int]
     ended: bool
     ttft_s: float
     s: float
+    later: int
 
 
 class Server:
@@ -73,14 +75,14 @@ class Server:
             }  # fmt: skip
         body |= {"prompt": list(prompt), "temperature": 0, "stream": True}
         tokens: list[int] = []
+        arrivals: list[tuple[float, int]] = []  # seconds since the start, and tokens
         ended = whole = False
-        start, first = time.perf_counter(), 0.0
+        start = time.perf_counter()
         for event in self._events(path, body):
             choice: dict[str, Any] = next(iter(event.get("choices", [event])), {})
             new = choice.get("token_ids" if self.kind == "vLLM" else "tokens") or []
             if new:
-                last = time.perf_counter()
-                first = first or last
+                arrivals.append((time.perf_counter() - start, len(new)))
             tokens += new
             ended |= choice.get("finish_reason") == "stop" or choice.get("stop_type") == "eos"
             whole |= bool(choice.get("finish_reason") or choice.get("stop"))
@@ -90,7 +92,9 @@ class Server:
             raise UserError(
                 f"{self.url} broke off after {counted(len(tokens), 'token')}: see its log"
             )
-        return Reply(tokens, ended, first - start, last - first if tokens else 0.0)
+        arrivals = arrivals or [(time.perf_counter() - start, 0)]
+        (first_s, at_first), (last_s, _) = arrivals[0], arrivals[-1]
+        return Reply(tokens, ended, first_s, last_s - first_s, len(tokens) - at_first)
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer."""

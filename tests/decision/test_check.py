@@ -161,6 +161,28 @@ def test_an_end_that_the_server_leaves_out_is_no_difference(serving, pairing):
         assert found.exactness.bugs == 0
 
 
+def test_an_answer_without_tokens_takes_part_in_no_pace(serving, pairing):
+    """As where the first token ends the text, and the server leaves it out."""
+    [first], *_ = pairing.engine.generate(pairing.encode(TEXTS), 1).tokens
+    ending = pairing.with_()
+    ending.engine.eos = (first,)
+    found = check(Server(serving(ending, hides_eos=True)), ending, SHORT, TOKENS)
+    assert list(found.samples["tokens"]) == [0, TOKENS, TOKENS, TOKENS]
+    assert (found.samples["ttft_s"] > 0).all()
+    found.samples["s"] = 0.001 * found.samples["later"]
+    assert "speed: 1.00 ms a token after the first, TTFT " in found.lines()[-1]
+
+
+def test_tokens_that_come_with_the_first_are_not_timed(serving, pairing):
+    found = check(Server(serving(pairing)), pairing, SHORT, TOKENS)
+    at_once = [pairing.engine.generate([ids], TOKENS).trace.steps()[0].emitted
+               for ids in pairing.encode(TEXTS)]  # fmt: skip
+    assert max(at_once) > 1
+    assert list(found.samples["later"]) == [TOKENS - n for n in at_once]
+    found = check(Server(serving(pairing)), pairing, SHORT, 1)
+    assert "speed: TTFT " in " ".join(found.lines()), "there is no pace of one token"
+
+
 def test_a_server_that_does_not_draft_is_told_so(serving, pairing):
     found = check(Server(serving(pairing.with_(drafter="plain"))), pairing, SHORT, TOKENS)
     assert not found.drafts
@@ -214,4 +236,4 @@ def test_the_command_prints_findings_and_fails_on_another_text(
         else:
             assert ("NOT the target's in 3" if spoils else "the target's in 3 of 3") in text
             assert "drafts with at least so many" in text
-    assert out.read_text().startswith("question_id,tokens,s,ttft_s,drafts,draft_tokens")
+    assert out.read_text().startswith("question_id,tokens,s,ttft_s,later,drafts,draft_tokens")
