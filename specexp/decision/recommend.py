@@ -28,7 +28,8 @@ from specexp.tracking import mlflow_view, report, results
 from specexp.tracking.mlflow_view import SPEEDUP
 from specexp.zoo import naming, shelf
 
-SHARED = ("target", "prompts", "chat", "temperature", "sampling", "rule", "dtype")
+SHARED = ("target", "prompts", "chat", "temperature", "top_k", "top_p", "min_p", "sampling", "rule",
+          "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
 Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`
 
@@ -142,12 +143,15 @@ class Advice:
             text += ": run 30_throughput_under_batch (its grid: specexp recommend --grid FILE). "
         else:
             text += f"Switch it off in batches above {last}. "
-        others = [p for p in self.plans[1:] if p.alone.batch == first.batch]
-        if rivals := [self.called(p.drafter) for p in others if p.alone.high >= first.low]:
+        there = [m for m in self.measured if m.batch == first.batch]
+        others = [p.drafter for p in self.plans[1:] if p.drafter in {m.drafter for m in there}]
+        close = {m.drafter for m in there if m.high >= first.low}
+        if rivals := [self.called(drafter) for drafter in others if drafter in close]:
             more = " and more" * (len(rivals) > 4)
             text += f"It is not certainly better than {', '.join(rivals[:4])}{more}."
         elif others:
-            text += "It is certainly better than the other drafters."
+            part = " measured there" * (len(others) < len(self.plans) - 1)
+            text += f"It is certainly better than the other drafters{part}."
         return text.rstrip()
 
     def table(self) -> pd.DataFrame:

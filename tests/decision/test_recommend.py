@@ -85,6 +85,30 @@ def test_a_plan_joins_grids_into_a_draft_length_for_each_load(store):
     assert said.endswith("It is certainly better than the other drafters.")
 
 
+def test_what_is_certainly_better_is_so_than_every_setting_measured_there(store):
+    log("ngram", 1.6, gamma=6)
+    log("suffix", 1.2)
+    log("suffix", 1.5, gamma=8, half=0.6)  # its widest interval reaches above all others
+    said = only(advise()).verdict()
+    assert said.startswith("Draft 6 tokens with ngram for one stream: 1.60x")
+    assert said.endswith("It is not certainly better than suffix.")
+
+
+def test_a_setting_under_load_competes_though_its_drafter_is_off_for_one_stream(store):
+    log("ngram", {4: 1.5})
+    log("suffix", {1: 1.0, 4: 1.6})
+    log("recycle", {4: 1.1})
+    assert only(advise()).verdict().endswith("It is not certainly better than suffix.")
+
+
+def test_what_was_not_measured_there_is_not_called_worse(store):
+    log("ngram", 1.6)
+    log("suffix", 1.2)
+    log("recycle", {4: 1.9})
+    said = only(advise()).verdict()
+    assert said.endswith("It is certainly better than the other drafters measured there.")
+
+
 def test_intervals_are_widened_for_the_settings_that_compete_at_a_batch_size(store):
     log("ngram", 1.05, half=0.045)
     assert only(advise()).best, "its interval lies above 1 while nothing competes with it"
@@ -132,12 +156,14 @@ def test_only_results_of_one_situation_are_joined(store):
     log("ngram", 1.4, gamma=5)
     log("suffix", 1.9, temperature=0.8, prompts="/some/where/mine.jsonl", chat=True)
     log("suffix", 1.9, tags={"device": "NVIDIA H100", "threads": "1"})
+    log("suffix", 1.9, temperature=0.8, top_p=0.9)
     log("suffix", 1.9, target="own/model")
     every = advise("target-10m")
     assert [str(advice.situation) for advice in every] == [
         "prompts all; cpu, AMD EPYC, 2 cores, 2 threads",
         "prompts mine.jsonl, chat True, temperature 0.8; cpu, AMD EPYC, 2 cores, 2 threads",
         "prompts all; NVIDIA H100, 1 thread",
+        "prompts all, temperature 0.8, top_p 0.9; cpu, AMD EPYC, 2 cores, 2 threads",
     ]
     assert only(advise("model")).situation.target == "own/model"
     with pytest.raises(UserError, match=r"no results of target-10 in .*did you mean 'target-10m'"):
