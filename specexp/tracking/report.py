@@ -239,7 +239,8 @@ def answer(part: Sequence[Run]) -> str:
     if not has_interval:
         return f"{text}."
     others = ((run.label, *_interval(answer, run, many)) for run in sure if run is not best)
-    close = [label for label, least, most in others if most >= low and least <= high]
+    # the ends of a run without an interval are equal, and nothing is certain of it
+    close = [s for s, least, most in others if least == most or max(least, low) <= min(most, high)]
     rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
     return f"{text}, " + (
         f"not certainly better than {rest}." if close else "certainly better than the others."

@@ -206,6 +206,12 @@ def test_overlapping_intervals_name_no_certain_winner(store):
     assert "not certainly better than suffix" in report.answer(report.of("mine"))
 
 
+def test_nothing_is_certain_of_a_run_without_an_interval(store):
+    committed("a", FAST)
+    committed("b", {"speedup/measured": 1.7, "exact/pass": 1.0}, drafter="suffix")
+    assert "not certainly better than suffix" in report.answer(report.of("mine"))
+
+
 def test_interval_of_the_best_is_widened_before_it_excludes_one(store):
     barely = FAST | {"speedup/measured": 1.1, "speedup/ci_low": 1.01, "speedup/ci_high": 1.19}
     committed("a", barely)
