@@ -46,7 +46,8 @@ class Suffix(Drafter):
             depth = tree.depths[parent] + 1
             follows = text[parent].roll(-depth, 1)
             voters = agree[parent].long()
-            bins = follows.clamp(max=self.vocab)  # ids outside the vocabulary share a bin
+            # ids outside the vocabulary share a bin; slots past the text hold anything, and no vote
+            bins = follows.clamp(0, self.vocab)
             votes = voters.new_zeros(B, self.vocab + 1).scatter_add(1, bins, voters)
             latest = torch.zeros_like(votes).scatter_reduce(1, bins, voters * (place + 1), "amax")
             best = (votes * (S + 1) + latest)[:, :-1].topk(children).indices

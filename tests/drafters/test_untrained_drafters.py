@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.oracle import distance, plain, written
+from support.references import references
 from support.tiny import PROMPTS, V, engine
-from support.toys import texts, toy_engine
+from support.toys import POISON, texts, toy_engine
 
 from specexp.drafters.recycle import Recycle
 from specexp.drafters.suffix import Suffix
@@ -127,10 +128,14 @@ def voted(
 def test_suffix_drafts_what_a_count_over_the_text_gives(rows, tree, longest):
     drafter = Suffix(5, longest)
     seqs = Sequences.of(rows, 8, slack=tree.room)
-    draft = drafter.propose(seqs, tree, RNG)
     for row, text in enumerate(rows):
-        drafted, _ = voted(text, tree, longest, drafter.least, drafter.stretch)
-        assert draft.tokens[row, 1:].tolist() == drafted
+        seqs.tokens[row, len(text) :] = POISON
+    for off in (True, False):
+        with references(off):
+            draft = drafter.propose(seqs, tree, RNG)
+        for row, text in enumerate(rows):
+            drafted, _ = voted(text, tree, longest, drafter.least, drafter.stretch)
+            assert draft.tokens[row, 1:].tolist() == drafted
 
 
 def test_suffix_follows_the_majority_or_drafts_nothing():
