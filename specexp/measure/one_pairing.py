@@ -31,7 +31,7 @@ from specexp.measure.prompts import Prompt
 from specexp.models.int8 import by_address
 from specexp.models.lm import Forward
 from specexp.models.memory import rounded
-from specexp.policy import Load
+from specexp.policy import Fixed, Load, Policy
 from specexp.rules import drawn_from
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.serving.cost_table import CALM
@@ -61,10 +61,10 @@ def acceptance(
 
     temperatures: run every pairing at each of these instead of at its own.
 
-    One row per pairing, temperature and prompt, with columns pairing, rule, gamma, temperature,
-    category, question_id; drafted, accepted, emitted and cut (tokens), passes (of the target);
-    record (`Acceptance`), and the rounds behind them (see `summaries.rounds`). Raises UserError if
-    a pairing drafts nothing."""
+    One row per pairing, temperature and prompt, with columns pairing, rule, gamma (the depth of the
+    deepest draft), temperature, category, question_id; drafted, accepted, emitted and cut (tokens),
+    passes (of the target); record (`Acceptance`), and the rounds behind them (see
+    `summaries.rounds`). Raises UserError if a pairing drafts nothing."""
     engines = [pairing.engine for pairing in pairings]
     if not all(e.drafter.context and single_stream_tree(e).depth for e in engines):
         raise UserError("gamma is 0 or the drafter plain, so nothing is drafted; use others")
@@ -223,7 +223,7 @@ def throughput(
             s, tokens = full_batch(traces["fast"])
             plain_s, plain_tokens = full_batch(traces[PLAIN])
             rows.append(
-                {"pairing": pairing.drafter, "gamma": pairing.options["gamma"], "batch": batch}
+                {"pairing": pairing.drafter, "gamma": _deepest(fast.policy), "batch": batch}
                 | {"number": number, "repeat": repeat, "s": s, "tokens": tokens}
                 | {"plain_s": plain_s, "plain_tokens": plain_tokens}
                 | {"context": max(map(len, ids)) + max_new_tokens}
@@ -433,11 +433,16 @@ def _counts(trace: Trace, row: int | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _deepest(policy: Policy) -> int:
+    """The depth of a policy's one tree, or a bound on that of all trees that it may choose."""
+    return policy.tree.depth if isinstance(policy, Fixed) else policy.widest - 1
+
+
 def _labels(pairing: Pairing, prompt: Prompt) -> dict[str, Any]:
     """Columns: what was run."""
     return {
         "pairing": pairing.drafter, "rule": pairing.engine.rule.name,
-        "gamma": pairing.options["gamma"],
+        "gamma": _deepest(pairing.engine.policy),
         "temperature": pairing.options["temperature"],
         "category": prompt.category, "question_id": prompt.question_id,
     }  # fmt: skip

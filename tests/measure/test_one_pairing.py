@@ -59,6 +59,20 @@ def test_no_acceptance_length_is_above_what_gamma_allows():
     assert 1 <= low < value < high == 4
 
 
+@pytest.mark.parametrize("deep", [{"tree": "2x1x1x1"}, {"policy": "always:4"}], ids=str)
+def test_acceptance_by_position_is_of_the_draft_that_was_made(tiny_folders, deep):
+    """Not of the draft length that the pairing's chains would have."""
+    target, _ = tiny_folders
+    deeper = api.load(target, target, gamma=2, **deep)
+    samples = one_pairing.acceptance([deeper], PROMPTS, 14)
+    assert set(samples["gamma"]) == {4}
+    record = summaries.pooled(samples)
+    assert len(record.marginal) == 4
+    assert summaries.positions(samples)["value"].tolist() == pytest.approx(record.marginal)
+    value, _, high, _ = summaries.length(samples)
+    assert (value, high) == (pytest.approx(record.length), 5)
+
+
 def test_latency_pairs_each_gamma_with_plain_decoding(latency):
     assert len(latency) == 2 * 2 * len(PROMPTS)
     assert (latency["tokens"] == latency["plain_tokens"]).all()
