@@ -19,7 +19,8 @@ from specexp.trace import Acceptance
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """speedup: plain decoding's seconds per token over the pairing's, with its 95 % interval over
-    `n` prompts. exactness: the check of its output; acceptance: counts of all prompts together."""
+    `n` different prompts. exactness: the check of its output; acceptance: counts of all prompts
+    together."""
 
     speedup: Interval
     n: int
@@ -49,10 +50,11 @@ def with_plain(
         raise UserError("no prompts given; pass at least one")
     if repeats < 1:
         raise UserError(f"repeats is {repeats}; it must be 1 or more")
-    prompts = [Prompt(number, "given", (text,)) for number, text in enumerate(texts, 1)]
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts), 1)}
+    prompts = [Prompt(numbers[text], "given", (text,)) for text in texts]
     arms = {pairing.drafter: pairing}
     samples = one_pairing.latency_by_arm(arms, prompts, max_new_tokens, repeats)
     [row] = summaries.speedups(samples, "arm").to_dict("records")
     speedup = Interval(*(row[name] for name in ("speedup", "low", "high", "doubt")))
     exactness = certify(pairing.engine, pairing.encode(texts), max_new_tokens)
-    return Comparison(speedup, len(prompts), exactness, summaries.pooled(samples))
+    return Comparison(speedup, len(numbers), exactness, summaries.pooled(samples))

@@ -298,6 +298,12 @@ def test_pairing_prints_as_what_was_asked_for_in_one_line(load):
     assert "\n" not in printed
 
 
+def test_a_prompt_given_again_is_no_further_prompt(load):
+    comparison = load(Echo()).compare_with_plain([*TEXTS, TEXTS[0]] * 6, max_new_tokens=2)
+    assert comparison.n == len(TEXTS)
+    assert comparison.speedup.doubt == f"too few prompts: at least {17 - len(TEXTS)} more"
+
+
 def test_comparison_that_cannot_be_is_not_called_faster(load, monkeypatch):
     whole = one_pairing.latency_by_arm
 
