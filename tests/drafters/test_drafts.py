@@ -131,21 +131,23 @@ def test_planted_acceptance_rate_is_the_one_asked_for():
             assert made.generate(PROMPTS, 20).tokens == made.plain().generate(PROMPTS, 20).tokens
 
 
-def test_crossed_twin_with_shifted_vocabulary_is_accepted():
-    """The same network with its vocabulary shifted: only a broken translation could differ."""
+@pytest.mark.parametrize("tree", [Tree.chain(3), Tree.branching(2, 1, 1)], ids=str)
+def test_crossed_twin_with_shifted_vocabulary_is_accepted(tree):
+    """The same network with its vocabulary shifted: only a broken translation, or a cache without
+    the accepted path, could differ."""
     shifted = copy.deepcopy(module())
     for weight in (shifted.model.embed_tokens.weight, shifted.lm_head.weight):
         weight.data = weight.data.roll(5, 0)
     whole = Alphabet(5)
     whole.get_vocab = lambda: {chr(65 + i): (i + 5) % V for i in range(V)}
     for temperature in (0.0, 0.9):
-        made = engine("null", Tree.chain(3), "reject", temperature=temperature)
+        made = engine("null", tree, "reject", temperature=temperature)
         draft = of_module(shifted, "shifted")
         made = Engine.of(
             made, drafter=Crossed(draft, TokenMap(Alphabet(0), whole, V), made.sampling)
         )
         for step in made.generate(PROMPTS, 24).trace.steps():
-            assert step.accepted == step.drafted == 3
+            assert (step.accepted, step.drafted) == (3, len(tree) - 1)
 
 
 def test_crossed_never_drafts_a_token_the_draft_lacks():

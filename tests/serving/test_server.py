@@ -203,7 +203,7 @@ def test_depth_follows_budget(compiled, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", ["reject", "block"])
-@pytest.mark.parametrize("kind", ["model", "eagle3", "self"])
+@pytest.mark.parametrize("kind", ["model", "eagle3", "self", "lookup_eagle3"])
 def test_responses_do_not_depend_on_the_batch(rule, kind):
     made = engine(kind, "chain", rule, temperature=0.9)
     fixed = Fixed(Tree.chain(3))

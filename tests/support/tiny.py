@@ -208,7 +208,8 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
         shape = block.BlockShape(kind, layers, 6, V - 1, (0, 2), ((0, False), (0, False)))
         if kind == "dspark":
             spans = (0, False), (5, True)
-            shape = replace(shape, from_root=True, draft_vocab=V - 8, rank=4, spans=spans)
+            shape = replace(shape, from_root=True, draft_vocab=V - 8, rank=4, gated=True,
+                            spans=spans)  # fmt: skip
         made = block.Block(shape, target.get_input_embeddings(), target.get_output_embeddings())
         if kind == "dspark":
             made.d2t.fill_(3)
