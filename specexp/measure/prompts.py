@@ -75,6 +75,8 @@ def load(
     """The prompts of a shipped set (`code`, ..., or `all`), of a file or of a folder of texts, one
     of each category in turn, so that the first few cover all categories.
 
+    A prompt that is given again is skipped: intervals over prompts need different ones.
+
     `categories`: use only these; `limit`: at most this many prompts. Raises UserError, which names
     the file and its broken lines."""
     paths = files(path_or_name)
@@ -85,6 +87,12 @@ def load(
         prompts, source = _folder(Path(path_or_name), paths)
     else:
         prompts, source = _read(paths[0])
+    first: dict[tuple[Any, ...], Prompt] = {}
+    for prompt in prompts:
+        first.setdefault((prompt.turns, prompt.answers, prompt.system), prompt)
+    if repeats := len(prompts) - len(first):
+        source += f"; {counted(repeats, 'repeat')} skipped"
+    prompts = [*first.values()]
     total = len(prompts)
     if categories is not None:
         present = {prompt.category: None for prompt in prompts}
@@ -236,8 +244,6 @@ def _read(path: Path) -> tuple[list[Prompt], str]:
         empty = "has no conversation in which a user speaks" if silent else "holds no prompt"
         raise UserError(f"{path} {empty}: write at least one")
     more = f"; {counted(silent, unit)} skipped: no user speaks there" if silent else ""
-    if same := len(prompts) - len({(p.turns, p.answers, p.system) for p in prompts}):
-        more += f"; {same} {'is a repeat' if same == 1 else 'are repeats'}"
     taken = f"{'field' if len(keys) == 1 else 'fields'} {' and '.join(keys)}"
     if read is _text:
         taken = "one a paragraph" if any("\n" in p.text for p in prompts) else "one a line"

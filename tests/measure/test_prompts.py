@@ -185,9 +185,11 @@ def test_unreadable_record_is_named(tmp_path, name, content, words) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_repeated_prompts_and_unused_turns_are_said(tmp_path: Path) -> None:
+def test_repeated_prompts_are_skipped_and_unused_turns_are_said(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_bytes(b"a\rb\ra\r")
-    assert str(load(tmp_path / "mine.txt")) == "3 prompts from mine.txt (one a line); 1 is a repeat"
+    prompts = load(tmp_path / "mine.txt")
+    assert str(prompts) == "2 prompts from mine.txt (one a line); 1 repeat skipped"
+    assert [(p.question_id, p.text) for p in prompts] == [(1, "a"), (2, "b")]
     prompts = load(write(tmp_path, line(1, turns=["a", "b"]) + line(2, turns=["c"])))
     used = "without chat only the first turn of 1 conversation is used"
     said = f"2 prompts from question.jsonl (field turns); {used}"
@@ -308,7 +310,7 @@ def test_limit_takes_evenly_from_each_category(limit: int) -> None:
 
 
 def test_limit_goes_on_after_a_small_category(tmp_path: Path) -> None:
-    path = write(tmp_path, line(1, "a") + "".join(line(n, "b") for n in range(2, 9)))
+    path = write(tmp_path, line(1, "a") + "".join(line(n, "b", [f"{n}"]) for n in range(2, 9)))
     assert [p.question_id for p in load(path, limit=4)] == [1, 2, 3, 4]
 
 
