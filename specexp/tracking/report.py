@@ -200,6 +200,20 @@ def newest(folders: Iterable[Path]) -> list[Run]:
     return sorted(latest.values(), key=lambda run: (run.experiment, run.label))
 
 
+def names_of(part: Sequence[Run]) -> dict[Run, str]:
+    """The labels of runs; behind those that several have, the parameters in which these differ, and
+    the device if they differ in that."""
+    names: dict[Run, str] = {}
+    for label in {run.label for run in part}:
+        alike = [run for run in part if run.label == label]
+        facts = [{**run.record["params"], "device": run.tags.get("device", "")} for run in alike]
+        every = dict.fromkeys(chain(*facts))
+        differ = [name for name in every if len({repr(each.get(name)) for each in facts}) > 1]
+        for run, each in zip(alike, facts, strict=True):
+            names[run] = " ".join([label, *(f"{name}={each.get(name, '')}" for name in differ)])
+    return names
+
+
 # --- the answer ----------------------------------------------------------------------------------
 
 
@@ -210,10 +224,10 @@ def answer(part: Sequence[Run]) -> str:
     if not (answering := _answering(part)):
         return "No speedup or acceptance rate was logged; the table below has what was."
     answer, having = answering
-    many, best = len(having), having[0]
+    many, best, names = len(having), having[0], names_of(part)
     value, (low, high) = best.metrics[answer.metric], _interval(answer, best, many)
     has_interval = low < high
-    text = f"{best.label}: {answer.said(value, *answer.interval(best.metrics))[1]}"
+    text = f"{names[best]}: {answer.said(value, *answer.interval(best.metrics))[1]}"
     if best.prompts:
         text += f" over {counted(best.prompts, 'prompt')}"
     text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
@@ -238,7 +252,7 @@ def answer(part: Sequence[Run]) -> str:
     text += f", besides {many - len(sure)} of doubtful timings" * (len(sure) < many)
     if not has_interval:
         return f"{text}."
-    others = ((run.label, *_interval(answer, run, many)) for run in sure if run is not best)
+    others = ((names[run], *_interval(answer, run, many)) for run in sure if run is not best)
     # the ends of a run without an interval are equal, and nothing is certain of it
     close = [s for s, least, most in others if least == most or max(least, low) <= min(most, high)]
     rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
@@ -269,7 +283,7 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
     answering = _answering(part)
     if not answering or len(answering[1]) == 1:
         return [], None
-    answer, having = answering
+    (answer, having), names = answering, names_of(part)
     ranges = [(run.metrics[answer.metric], *_interval(answer, run, len(having))) for run in having]
     shown = [*chain(*ranges), *([] if answer.even is None else [answer.even])]
     least, width = min(shown), (max(shown) - min(shown)) or 1.0
@@ -278,7 +292,7 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
         return round(2 + 96 * (value - least) / width, 1)
 
     rows = [
-        (run.label, answer.said(*each)[0] + " (doubtful)" * _doubtful(answer, run),
+        (names[run], answer.said(*each)[0] + " (doubtful)" * _doubtful(answer, run),
          *map(place, each))
         for run, each in zip(having, ranges, strict=True)
     ]  # fmt: skip
@@ -346,18 +360,18 @@ def _made_of(everything: Sequence[Run]) -> str:
 
 
 def _section(part: Sequence[Run]) -> dict[str, Any]:
-    title, prose = part[0].question()
+    (title, prose), names = part[0].question(), names_of(part)
     (_, having), (rows, even) = _answering(part) or (None, []), compared(part)
     first = [*having, *(run for run in part if run not in having)]
-    drawn = ((run.label, name, image) for run in first for name, image in run.figures())
+    drawn = ((names[run], name, image) for run in first for name, image in run.figures())
     figures = [
         (label, [(name, image) for _, name, image in of_run])
         for label, of_run in groupby(islice(drawn, MOST_FIGURES), key=itemgetter(0))
     ]
-    labels, doubts = [run.label for run in part], dict[str, list[str]]()
+    labels, doubts = [names[run] for run in part], dict[str, list[str]]()
     for run in part:
         for reason in run.doubts:
-            doubts.setdefault(reason, []).append(run.label)
+            doubts.setdefault(reason, []).append(names[run])
     table = compare.overview(frame(part).drop(columns="experiment"))
     table = table[[name for name in table if list(table[name]) != labels]]
     table.insert(0, "run", labels)

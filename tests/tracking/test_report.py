@@ -105,6 +105,17 @@ def test_commands_say_that_a_commit_lacks_what_ran(store):
         assert grid == "specexp grid run 'of mine.yaml'"
 
 
+def test_runs_of_one_label_are_told_apart(store):
+    for name, device in (("a", "cpu"), ("b", "NVIDIA H100")):
+        committed(name, FAST, tags={"device": device})
+    committed("c", SLOW, drafter="suffix")
+    part = report.of("mine")
+    names = [name for name, *_ in report.compared(part)[0]]
+    assert sorted(names) == ["ngram device=NVIDIA H100", "ngram device=cpu", "suffix"]
+    assert "not certainly better than ngram device=" in report.answer(part)
+    assert len(Reader(report.page(part)).text.split("device=cpu")) > 2
+
+
 def test_several_runs_are_compared_on_one_scale_before_anything_else(store):
     committed("b", SLOW, drafter="suffix")
     assert report.compared(report.of("mine")) == ([], None)
