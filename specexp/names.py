@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from specexp import drafters, fitting, objects, rules
 from specexp.drafters import Drafter
 from specexp.drafters.model import causal_config, check_vocabulary
-from specexp.errors import UserError, refusing
+from specexp.errors import UserError, refusing, warn_once
 from specexp.models import generation, load, memory
 from specexp.models.servable import context_in_words, context_length
 from specexp.sampling import Sampling
@@ -116,13 +116,20 @@ def target_of(target: Any, tokenizer: Any) -> TargetInfo:
     """The config, vocabulary and tokenizer of a target, given by name or in memory.
 
     The vocabulary V is one more than the largest id of the tokenizer. Logits beyond it are padding
-    and are never emitted. Raises UserError if the model has fewer logits."""
+    and are never emitted. Tokens that were added to the tokenizer and that the model does not know
+    are left out. Raises UserError if the model has fewer logits than the other tokens."""
     named = isinstance(target, str)
     config = (load.read_config(locate(target)) if named else target.config).get_text_config()
     if not hasattr(tokenizer, "get_vocab"):
         kind = type(tokenizer).__name__
         raise UserError(f"tokenizer is of type {kind}: give a transformers tokenizer")
-    V = max(tokenizer.get_vocab().values()) + 1
+    ids, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    V = max(ids.values()) + 1
+    own = max((i for token, i in ids.items() if token not in added), default=V)
+    if own < config.vocab_size < V:
+        unknown = V - config.vocab_size
+        warn_once("%s does not know the last %d tokens of its tokenizer", name_of(target), unknown)
+        V = config.vocab_size
     check_vocabulary(config, V, name_of(target))
     if not named and config.vocab_size > max(_PADDING * V, -(-V // 128) * 128):
         raise UserError(

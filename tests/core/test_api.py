@@ -579,6 +579,17 @@ def test_tokenizer_of_another_size_is_refused(tokenizer, vocab, line):
         specexp.load(tiny_llama(0, 1, vocab=vocab), Echo(), 3, tokenizer=tokenizer)
 
 
+def test_tokens_added_to_a_tokenizer_alone_are_never_written_and_not_read(tokenizer, caplog):
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens(["<mine>", "<yours>"])
+    pair = specexp.load(tiny_llama(0, 1, vocab=282), Echo(), 3, tokenizer=more)
+    assert pair.target.vocab == 282
+    assert "does not know the last 2 tokens of its tokenizer" in caplog.text
+    pair.generate("mean(", 4)
+    with pytest.raises(UserError, match="prompt 1 has the token 282; the target has 0 to 281"):
+        pair.generate("mean(<mine>", 4)
+
+
 def test_draft_model_with_fewer_logits_is_refused(load):
     with pytest.raises(UserError, match="LlamaForCausalLM has 200 logits for a tokenizer of 282"):
         load(tiny_llama(0, 1, vocab=200))
