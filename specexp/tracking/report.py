@@ -406,7 +406,7 @@ def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     commits = {run.tags.get("git.commit", "") for run in part}
     commit = commits.pop() if len(commits) == 1 else ""
     dirty = any(run.tags.get("git.dirty") == "true" for run in part)
-    changed = "  # runs were made with changes that are not in it" * dirty
+    changed = "  # and uncommitted changes" * dirty
     known = re.fullmatch("[0-9a-f]{40}", commit)
     checkout = [f"git checkout {commit}{changed}"] if known else []
     grids = [f"specexp grid run {shlex.quote(file)}" for file in sorted(files)]

@@ -100,7 +100,7 @@ def test_commands_say_that_a_commit_lacks_what_ran(store):
     for name, dirty in (("a", "false"), ("b", "true")):
         committed(name, FAST, tags={"git.commit": commit, "git.dirty": dirty})
         checkout, grid = report.commands_to_repeat(report.of("mine"))
-        changed = "  # runs were made with changes that are not in it"
+        changed = "  # and uncommitted changes"
         assert checkout == f"git checkout {commit}{changed * (dirty == 'true')}"
         assert grid == "specexp grid run 'of mine.yaml'"
 
