@@ -31,7 +31,7 @@ MEASURED = ROOT / "data" / "measurements"
 PAGES = [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
 MORE = 1.05  # what a window or a state may make of a pass
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- measured: end -->)", re.DOTALL)
-SHOWN = {"suffix": "`suffix`", "ngram": "`ngram`", "model": "`sibling-3m`, a draft model",
+SHOWN = {"suffix": "`suffix`", "model": "`sibling-3m`, a draft model", "eagle": "`eagle` (EAGLE-3)",
          "medusa": "`medusa`"}  # fmt: skip
 
 
@@ -246,7 +246,8 @@ def lookups() -> str:
 
 def all_drafters() -> str:
     """drafters/README: one row a drafter, and what they share."""
-    labels = {"model": "`model` (sibling-3m)", "early_exit:4": "`early_exit:4` (untrained for it)"}
+    labels = {"model": "`model` (sibling-3m)", "early_exit:4": "`early_exit:4` (untrained for it)",
+              "dflash": "`dflash` (DSpark)"}  # fmt: skip
     rows = "".join(
         row(run, labels.get(run["drafter"], f"`{run['drafter']}`"),
             f"{run['category/prose']:.0%}".replace("%", " %"))
