@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby, islice
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,8 @@ def names_of(part: Sequence[Run]) -> dict[Run, str]:
     """The labels of runs; behind those that several have, the parameters in which these differ, and
     the device if they differ in that."""
     names: dict[Run, str] = {}
-    for label in {run.label for run in part}:
-        alike = [run for run in part if run.label == label]
+    for label, same in groupby(sorted(part, key=attrgetter("label")), key=attrgetter("label")):
+        alike = [*same]
         facts = [{**run.record["params"], "device": run.tags.get("device", "")} for run in alike]
         every = dict.fromkeys(chain(*facts))
         differ = [name for name in every if len({repr(each.get(name)) for each in facts}) > 1]
