@@ -99,6 +99,9 @@ class Pairing:
         shown = [n for n, value in options.items() if n == "target" or value != DEFAULTS[n]]
         return f"Pairing({', '.join(f'{n}={options[n]!r}' for n in shown)})"
 
+    def __str__(self) -> str:
+        return f"{self.target.name} with {self.drafter}, {self.engine.sampling}"
+
     def _repr_html_(self) -> str:
         from specexp.figures import cards
 

@@ -8,7 +8,7 @@ target will read is *coupled* to it and agrees with it more often (common random
 of exponentials is the Gumbel-max trick).
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -186,6 +186,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         fitting.check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def __str__(self) -> str:
+        """`greedy`, or `temperature 0.8, top_p 0.9`: without what keeps all tokens."""
+        if self.temperature == 0:
+            return "greedy"
+        own = {n: value for n, value in asdict(self).items() if value != getattr(Sampling, n)}
+        return ", ".join(f"{n} {value:g}" for n, value in own.items())
 
     def rng(self, seed: int, by_round: bool = False) -> Rng:
         return Noise(seed, by_round) if self.temperature > 0 else Certain()

@@ -21,9 +21,10 @@ SMALL = {
     "00_lesson": {"gamma": 2, "gammas": [1, 2], "batches": [1, 2], "count": 80, "limit": 3,
                   "max_new_tokens": 6},
     "10_acceptance": {"rivals": ["ngram"], "limit": 5, "max_new_tokens": 6, "temperatures": [0.0]},
-    "20_latency": {"gammas": [1, 2], "limit": 2, "max_new_tokens": 6},
+    "20_latency": {"gammas": [1, 2], "limit": 2, "max_new_tokens": 6, "temperature": 0.8,
+                   "top_p": 0.9},
     "30_throughput_under_batch": {"batches": [1, 2], "limit": 5, "max_new_tokens": 6, "repeats": 2,
-                                  "turns": 2},
+                                  "turns": 2, "temperature": 0.8, "top_k": 5},
     "35_load_aware": {"policies": ["always:1"], "streams": [1, 2], "turns": 2, "count": 6,
                       "rows": 2, "limit": 5, "max_new_tokens": 6},
     "36_break_even_map": {"gammas": [1, 2], "batches": [1, 2], "contexts": [32, 48], "limit": 5,
@@ -104,6 +105,8 @@ def test_notebooks_run_as_a_grid_and_are_compared(
         for title in (Image.open(file).text["Title"] for file in drawn):
             assert Path(target).name in title, "what was measured"
             assert re.search(r"\d prompts", title), "on how many prompts"
+            if point.params.get("temperature") == 0.8:
+                assert re.search("temperature 0.8, top_(p 0.9|k 5),", title), "how it was sampled"
         assert len(images(result / "notebook.ipynb")) >= 2
         assert draft not in texts(result / "notebook.ipynb")  # its short name is
         html = (result / "notebook.html").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from specexp.figures import tokens
 
 if TYPE_CHECKING:
     from specexp.api import Output, Pairing
-    from specexp.sampling import Sampling
 
 ROWS = 8  # that are shown of a batch
 
@@ -45,7 +43,7 @@ def of_pairing(pairing: Pairing) -> str:
         "draft": f"{options['tree']}, gamma {options['gamma']}",
         "policy": policy if isinstance(policy, str | None) else type(policy).__name__,
         "rule": engine.rule.name,
-        "sampling": _sampling(engine.sampling),
+        "sampling": str(engine.sampling),
         "generation config": ", ".join(pairing.followed),
         "parameters": "; ".join(f"{model.name} {model.parameters:,}" for model in models),
         "device": str(target.device),
@@ -53,11 +51,3 @@ def of_pairing(pairing: Pairing) -> str:
     }
     rows = pd.Series({name: value for name, value in card.items() if value})
     return str(rows.to_frame().to_html(header=False, border=0))
-
-
-def _sampling(sampling: Sampling) -> str:
-    if sampling.temperature == 0:
-        return "greedy"
-    usual = asdict(type(sampling)())
-    own = {name: value for name, value in asdict(sampling).items() if value != usual[name]}
-    return ", ".join(f"{name} {value:g}" for name, value in own.items())

@@ -296,6 +296,8 @@ def test_pairing_prints_as_what_was_asked_for_in_one_line(load):
     assert pair.target.name in printed
     assert "Engine" not in printed
     assert "\n" not in printed
+    assert str(pair) == f"{pair.target.name} with echo, temperature 0.5"
+    assert str(pair.with_(temperature=0, top_k=5)).endswith(" with echo, greedy")
 
 
 def test_a_prompt_given_again_is_no_further_prompt(load):
