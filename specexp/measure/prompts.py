@@ -87,12 +87,10 @@ def load(
         prompts, source = _folder(Path(path_or_name), paths)
     else:
         prompts, source = _read(paths[0])
-    first: dict[tuple[Any, ...], Prompt] = {}
-    for prompt in prompts:
-        first.setdefault((prompt.turns, prompt.answers, prompt.system), prompt)
-    if repeats := len(prompts) - len(first):
-        source += f"; {counted(repeats, 'repeat')} skipped"
-    prompts = [*first.values()]
+    prompts, skipped = _distinct(
+        prompts, lambda prompt: (prompt.turns, prompt.answers, prompt.system)
+    )
+    source += skipped
     total = len(prompts)
     if categories is not None:
         present = {prompt.category: None for prompt in prompts}
@@ -117,6 +115,15 @@ def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
         return counts[prompt.category]
 
     return sorted(prompts, key=turn)
+
+
+def _distinct(prompts: Sequence[Prompt], key: Callable[[Prompt], Any]) -> tuple[list[Prompt], str]:
+    """The first prompt of each key, and in words how many were skipped."""
+    first: dict[Any, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(key(prompt), prompt)
+    repeats = len(prompts) - len(first)
+    return [*first.values()], f"; {counted(repeats, 'repeat')} skipped" * (repeats > 0)
 
 
 def files(path_or_name: str | Path) -> list[Path]:
@@ -152,7 +159,8 @@ def in_chat(
         cut += len(prompt.turns) > 1 and not in_template
         texts += _turns(prompt, pairing, max_new_tokens) if in_template else [prompt]
     used = f"; without chat only the first turn of {counted(cut, 'conversation')} is used"
-    return Prompts(texts, source + used * (cut > 0))
+    texts, skipped = _distinct(texts, lambda prompt: prompt.text)
+    return Prompts(texts, source + used * (cut > 0) + skipped)
 
 
 def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Prompt]:

@@ -190,10 +190,12 @@ def test_repeated_prompts_are_skipped_and_unused_turns_are_said(tmp_path: Path) 
     prompts = load(tmp_path / "mine.txt")
     assert str(prompts) == "2 prompts from mine.txt (one a line); 1 repeat skipped"
     assert [(p.question_id, p.text) for p in prompts] == [(1, "a"), (2, "b")]
-    prompts = load(write(tmp_path, line(1, turns=["a", "b"]) + line(2, turns=["c"])))
-    used = "without chat only the first turn of 1 conversation is used"
-    said = f"2 prompts from question.jsonl (field turns); {used}"
-    assert str(in_chat(prompts, None, 8, chat=False)) == said
+    turns = (["a", "b"], ["c"], ["a", "d"])
+    prompts = load(write(tmp_path, "".join(line(i, turns=each) for i, each in enumerate(turns))))
+    used = "without chat only the first turn of 2 conversations is used; 1 repeat skipped"
+    texts = in_chat(prompts, None, 8, chat=False)
+    assert str(texts) == f"2 prompts from question.jsonl (field turns); {used}"
+    assert [p.text for p in texts] == ["a", "c"]
 
 
 def test_no_name_is_no_folder() -> None:
