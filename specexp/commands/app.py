@@ -95,7 +95,8 @@ for panel, entries in PANELS.items():
         if isinstance(entry, typer.Typer):
             app.add_typer(entry, name=name, rich_help_panel=panel)
         else:
-            app.command(name, cls=Command, rich_help_panel=panel)(entry)
+            passed_on = {"ignore_unknown_options": entry is lab.lab}  # to JupyterLab
+            app.command(name, cls=Command, rich_help_panel=panel, context_settings=passed_on)(entry)
 
 
 if __name__ == "__main__":

@@ -34,19 +34,19 @@ def copy(shipped: Path, folder: Path) -> list[Path]:
 
 
 def lab(
-    options: list[str] | None = typer.Argument(None, help="Options of JupyterLab, after --."),
+    options: list[str] | None = typer.Argument(None, help="Options of JupyterLab."),
 ) -> None:
     """Open JupyterLab on copies of the notebooks and grids, kept in mlruns/notebooks.
 
-    Example: `specexp lab -- --no-browser --port 8890`
+    Example: `specexp lab --no-browser --port 8890`
     """
     from specexp.tracking import results
     from specexp.zoo import shelf
 
     if options and not options[0].startswith("-"):
         raise UserError(
-            f"specexp lab takes no argument such as {options[0]}: JupyterLab's options stand after "
-            "--, as in specexp lab -- --no-browser"
+            f"specexp lab takes JupyterLab's options, such as --no-browser, but no {options[0]}: "
+            "open a notebook there"
         )
     if shelf.CHECKOUT is None:
         raise UserError(

@@ -138,7 +138,7 @@ def test_the_first_page_groups_commands_and_shows_the_way_in(run, monkeypatch):
         (("generate", "--gamma=two"), "--gamma 'two' is not a whole number"),
         (("generate", "--promt", "a"), "No such option: --promt"),
         (("theory",), "Missing option '--alpha'"),
-        (("lab", "x"), "specexp lab takes no argument such as x: JupyterLab's options stand after"),
+        (("lab", "x"), "specexp lab takes JupyterLab's options, such as --no-browser, but no x"),
     ],
 )
 def test_a_command_line_that_cannot_be_read_is_one_line(run, words, line):

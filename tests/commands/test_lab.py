@@ -99,7 +99,7 @@ def test_the_command_opens_the_copies_with_its_options(user, needed, tmp_path, m
     started = []
     monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr(sys, "argv", ["specexp", "lab", "--", "--no-browser"])
+    monkeypatch.setattr(sys, "argv", ["specexp", "lab", "--no-browser"])
     with pytest.raises(SystemExit) as stopped:
         app.main()
     assert not stopped.value.code
