@@ -72,11 +72,11 @@ def recommend(
         if grid:
             opt.say(f"To measure what is open: specexp grid run {grid}")
     if out and picture:
-        from specexp.figures import runs, style
+        from specexp.figures import runs
 
-        style.subject(f"{every[0].situation.target}, {every[0].situation}")
-        every[0].speedups().to_csv(out, index=False)
-        runs.plans(every[0].speedups()).savefig(picture, dpi=110)
+        measured, about = every[0].speedups(), every[0].situation
+        measured.to_csv(out, index=False)
+        runs.plans(measured, f"{about.target}, {about}").savefig(picture, dpi=110)
 
 
 def _show(advice: Advice, engine: Mapping[str, str]) -> None:

@@ -144,9 +144,9 @@ def over_batch(curves: pd.DataFrame) -> Figure:
     return figure
 
 
-def plans(speedups: pd.DataFrame) -> Figure:
+def plans(speedups: pd.DataFrame, about: str | None = None) -> Figure:
     """Speedup of each drafter at each batch size with its best draft, from `Advice.speedups`;
-    framed where its plan drafts. Blank: not measured."""
+    framed where its plan drafts. Blank: not measured. about: of `style.title`."""
     if speedups.empty:
         return style.nothing("No speedup can be trusted: run 20_latency or 40_drafters")
     table = speedups[speedups["best"]]
@@ -177,5 +177,5 @@ def plans(speedups: pd.DataFrame) -> Figure:
         if len(on):
             first = on[on["drafter"] == on["drafter"].iloc[0]]
             claim = f"{first['drafter'].iloc[0]} pays up to batch {first['batch'].max()}"
-        style.title(figure, f"{claim}; framed: where to draft")
+        style.title(figure, f"{claim}; framed: where to draft", about)
     return figure

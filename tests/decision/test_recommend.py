@@ -435,6 +435,8 @@ def test_the_command_prints_the_plan_and_an_engines_options(store, run, tmp_path
         assert said in " ".join(text.split())  # fmt: skip
     assert out.read_text().startswith("drafter,draft,batch,speedup,low,high,prompts,best,on\n")
     assert out.with_suffix(".png").stat().st_size > 1000
+    later = figures.runs.plans(pd.read_csv(out)).get_suptitle()
+    assert later == "ngram pays up to batch 1; framed: where to draft", "it is about no target"
     advice = only(json.loads(run("--json")[1]))
     assert advice["drafters"][0]["draft length by batch"] == "1: 3, then off"
     assert set(advice["engines"]) == set(engines.ENGINES)
