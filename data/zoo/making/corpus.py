@@ -62,14 +62,16 @@ def gather(
     """Read the standard library and generate the rest.
 
     `records` and `edits`: numbers of generated training documents (a sixteenth as many are held
-    out); there are two echoes per five edits. `limit`: read at most this many source files and
-    this many topics.
+    out); there are two echoes per five edits. `limit`: use at most this many source files and
+    this many topics, on either side.
     """
-    sources = _sources(limit)
+    kinds = _topics(), _files()
     sides: list[dict[str, list[str]]] = []
     seen: set[str] = set()  # a few docstrings occur in several files
+    used = 0  # sources
     for side, held in (("train", False), ("held", True)):
-        mine = [text for text in sources if is_held_out(text) == held]
+        mine = [t for kind in kinds for t in [t for t in kind if is_held_out(t) == held][:limit]]
+        used += len(mine)
         code = _unique(piece for text in mine for piece in pieces(text))
         prose = _unique(passage for text in mine for passage in passages(text))
         code, prose = ([t for t in part if t not in seen] for part in (code, prose))
@@ -91,7 +93,7 @@ def gather(
             }
         )
     train, kept = sides
-    return Texts(train, kept, facts(train, kept, len(sources)))
+    return Texts(train, kept, facts(train, kept, used))
 
 
 def facts(train: dict[str, list[str]], held: dict[str, list[str]], sources: int) -> dict[str, Any]:
@@ -167,15 +169,20 @@ def functions(source: str) -> list[str]:
     return found
 
 
-def _sources(limit: int | None) -> list[str]:
-    """The distinct source texts, in an order that does not depend on the file system."""
+def _topics() -> list[str]:
+    """The language-reference topics."""
+    return _unique(importlib.import_module("pydoc_data.topics").topics.values())
+
+
+def _files() -> list[str]:
+    """The distinct texts of source files, in an order that does not depend on the file system."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in LEFT_OUT]
         paths += [Path(folder, name) for name in files if Path(name).suffix in SUFFIXES]
-    texts = list(importlib.import_module("pydoc_data.topics").topics.values())[:limit]
-    for path in sorted(paths)[:limit]:
+    texts = []
+    for path in sorted(paths):
         try:
             texts.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
