@@ -171,15 +171,14 @@ def alpha_map(costs: Costs) -> Figure:
 @contextmanager
 def _maps(costs: Costs) -> Iterator[tuple[Figure, list[Axes]]]:
     """A panel a context, batches across and draft lengths up."""
-    width = max(0.8 + 0.75 * len(costs.batches), 6 / len(costs.contexts))  # a title takes 6 inches
-    size = width, 2.4 + 0.6 * len(costs.gammas)
+    size = 0.8 + 0.75 * len(costs.batches), 2.4 + 0.6 * len(costs.gammas)
     with style.panels(len(costs.contexts), *size, sharey=True) as (figure, every):
         for axes, context in zip(every, costs.contexts, strict=True):
             axes.grid(False)
             axes.set_xticks(range(len(costs.batches)), [str(b) for b in costs.batches])
             axes.set_yticks(range(len(costs.gammas) - 1), [str(g) for g in costs.gammas[1:]])
             axes.set(xlabel="batch size (streams)", title=f"buffer of {context} slots")
-        figure.supylabel("draft length γ")
+        style.label_left(every, "draft length γ")
         yield figure, every
 
 

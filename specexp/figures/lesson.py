@@ -128,8 +128,8 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
         left.plot(passes["tokens"], passes["tokens"], ":", color=style.PLAIN,
                   label="as many passes of one token")  # fmt: skip
         right.plot(drafts["gamma"], drafting, "o-", color=style.PREDICTED)
-        right.set(xlabel="draft length γ", ylabel="plain steps", ylim=(0, None))
-        right.set_xticks(drafts["gamma"])
+        right.set(ylabel="plain steps", ylim=(0, None))
+        style.gamma_axis(right, drafts["gamma"])
         each = drafting.sum() / drafts["gamma"].sum()
         style.title(figure, f"A pass over {last['tokens']:.0f} tokens takes "
                             f"{style.times(last, 'times')} the time of one; a draft token costs "
@@ -159,10 +159,12 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
                   color=COLOURS["rejected"], label="cost per round, in plain steps")  # fmt: skip
         style.title(figure, gamma_panel(right, measured, predicted),
               no_intervals="predictions and medians of round costs (left)")  # fmt: skip
-        left.set(xlabel="draft length γ", xticks=predicted["gamma"],
-                 ylabel="tokens, or plain steps", ylim=(0, None))  # fmt: skip
+        left.set(ylabel="tokens, or plain steps", ylim=(0, None))
+        style.gamma_axis(left, predicted["gamma"])
         left.legend()
         tried = f"γ = {', '.join(map(str, pays))}" if len(pays) else "no γ tried"
+        if len(pays) > 2 and len(pays) == predicted["gamma"].between(pays.min(), pays.max()).sum():
+            tried = f"γ = {pays.min()} to {pays.max()}"
         left.set_title(f"Predicted to pay at {tried}")
     return figure
 
@@ -208,8 +210,9 @@ def pays(
             axes.axhline(1, color=style.PLAIN, lw=1.5)
             for alpha, look in zip(alphas, looks, strict=False):
                 axes.plot(gammas, values[alpha, batch], label=f"α = {alpha:g}", **look)
-            axes.set(xlabel="draft length γ", xticks=gammas, ylim=(0, 2.5), title=f"batch {batch}")
-        figure.supylabel("predicted speedup")
+            axes.set(ylim=(0, 2.5), title=f"batch {batch}")
+            style.gamma_axis(axes, gammas)
+        style.label_left(every, "predicted speedup")
         most = max(alphas)
         pay = [str(b) for b in batches if max(values[most, b]) > 1]
         best = max(max(values[most, b]) for b in batches)

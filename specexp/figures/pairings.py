@@ -5,6 +5,7 @@ interval excludes 1, and name the best of several only if its interval lies abov
 Measured points carry their 95 % intervals.
 """
 
+from itertools import product
 from textwrap import fill
 from typing import Any
 
@@ -19,6 +20,8 @@ from specexp.figures import style
 from specexp.measure import summaries
 from specexp.measure.prompts import NAMES
 
+MOST_LINES = 6  # with intervals, that can be told apart in a panel
+LONG = 28  # characters of a label that make a second line
 PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
 
@@ -69,11 +72,14 @@ def heat_map(
     texts = rates.map(lambda share: "" if pd.isna(share) else f"{share:.0%}")
     if notes is not None:
         texts = texts + "\n" + notes.reindex_like(rates).fillna("")
-    wide = min(style.WIDEST, max(6.0, 2.5 + 1.3 * len(order)))  # so that titles have room
-    across = [fill(str(c), max(6, int(10 * (wide - 2.5) / len(order)))) for c in order]
-    up = [fill(str(name), 28) for name in rates.index]
+    wide = min(style.WIDEST, max(style.NARROWEST, 2.5 + 1.3 * len(order)))
+    room = int(10 * (wide - 2.5) / len(order))  # characters
+    level = all(len(w) <= room for c in order for w in str(c).replace("-", "- ").split())
+    across = [fill(str(c), room if level else LONG) for c in order]
+    below = 0 if level else 0.1 * max(map(len, "\n".join(across).split("\n")))
+    up = [fill(str(name), LONG) for name in rates.index]
     lines = max(text.count("\n") for text in [*up, *texts.to_numpy().flat])
-    with style.canvas(wide, 1.4 + (0.55 + 0.2 * lines) * len(rates)) as (figure, axes):
+    with style.canvas(wide, 1.4 + below + (0.55 + 0.2 * lines) * len(rates)) as (figure, axes):
         sns.heatmap(rates, annot=texts, fmt="", vmin=0, vmax=1, cmap="crest", ax=axes, cbar=False,
                     annot_kws={"fontsize": 10}, linewidths=1, xticklabels=across,
                     yticklabels=up)  # fmt: skip
@@ -85,26 +91,31 @@ def heat_map(
             axes.add_patch(Rectangle((x, y), 1, 1, fill=False, hatch="//", lw=0, alpha=0.25))
         axes.set(xlabel="", ylabel="")
         axes.grid(False)  # behind cells without a value
-        axes.tick_params(rotation=0)
+        axes.tick_params("x", rotation=0 if level else 90)
+        axes.tick_params("y", rotation=0)
         style.title(figure, finding, no_intervals=no_intervals)
     return figure
 
 
 def by_position(samples: pd.DataFrame) -> Figure:
-    """Acceptance by position in the draft, one line a pairing. Left: P(at least i tokens accepted);
-    right: P(token i accepted | token i - 1 was)."""
+    """Acceptance by position in the draft, one line a pairing, and a row of panels for every few.
+    Left: P(at least i tokens accepted); right: P(token i accepted | token i - 1 was)."""
     looks = style.marks(dict.fromkeys(samples["pairing"]))
     first, gamma = samples["pairing"].iloc[0], int(samples["gamma"].max())
     sides = {"this token and all before it": False, "this token, given the one before": True}
-    with style.panels(2, 5.25, 4.2, sharey=True) as (figure, both):
-        for axes, (name, given) in zip(both, sides.items(), strict=True):
-            for at, (pairing, look) in enumerate(looks.items()):
+    groups = np.array_split(list(looks), -(-len(looks) // MOST_LINES))
+    with style.panels(2 * len(groups), 5.25, 4.2, sharey=True) as (figure, every):
+        each = product(groups, sides.items())
+        for axes, (group, (name, given)) in zip(every, each, strict=True):
+            for at, pairing in enumerate(group):
                 table = summaries.positions(samples[samples["pairing"] == pairing], given)
-                table["position"] += 0.05 * (at - (len(looks) - 1) / 2)  # none hides another
-                style.points(axes, table, "position", "value", label=pairing, **look)
-            axes.set(title=name, xlabel="position in the draft", xticks=range(1, gamma + 1))
-        both[0].set(ylabel="probability of acceptance", ylim=(0, 1.02))
-        style.per_cent(both[0])
+                table["position"] += 0.05 * (at - (len(group) - 1) / 2)  # none hides another
+                style.points(axes, table, "position", "value", label=pairing, **looks[pairing])
+            axes.set_title(name)
+            style.axis_of(axes, "position in the draft", range(1, gamma + 1))
+            axes.set_ylim(0, 1.02)
+            style.per_cent(axes)
+        style.label_left(every, "probability of acceptance")
         main = samples[samples["pairing"] == first]
         reached = summaries.positions(main)
         style.title(figure,
@@ -125,7 +136,7 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
             part = rates[rates["pairing"] == pairing]
             style.points(axes, part, "temperature", "value", label=pairing, **look)
         axes.set(ylabel="acceptance rate", ylim=(0, 1.02))
-        style.temperature_axis(axes, rates["temperature"])
+        style.axis_of(axes, "temperature", rates["temperature"])
         style.per_cent(axes)
         main = rates[rates["pairing"] == first]
         cold, hot = main.iloc[0], main.iloc[-1]
@@ -151,8 +162,8 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
             axes.axhline(0, color=style.PLAIN, lw=1.5)
             style.points(axes, table[table["rule"] == rule], "temperature", "gain", **look)
             axes.set_title(f"{rule}: {summaries.length(hot[hot['rule'] == rule]).value:.2f}")
-            style.temperature_axis(axes, each.groups)
-        figure.supylabel("acceptance length,\nreject = 0")
+            style.axis_of(axes, "temperature", each.groups)
+        style.label_left(every, "acceptance length,\nreject = 0")
         last = table[(table["temperature"] == hottest) & ~table["rule"].str.contains("lossy")]
         more = [f"{r['rule']} accepts {abs(r['gain']):.2f} tokens per pass "
                 f"{'more' if r['gain'] > 0 else 'less'} than reject"
@@ -178,7 +189,8 @@ def bias_and_length(table: pd.DataFrame) -> Figure:
         _bars(biases, table, "rule", "bias", looks)
         most = max(0.1, table["bias_high"].max() * 1.05)
         biases.set(xlabel="bias (total variation, first token)", xlim=(-most / 40, most))
-        biases.locator_params("x", nbins=5)
+        for axes in (lengths, biases):
+            axes.locator_params("x", nbins=5)
         style.per_cent(biases, "x")
         worst = table.loc[table["bias"].where(lossy, -1).idxmax()]
         value = worst[["bias", "bias_low", "bias_high"]].set_axis(["value", "low", "high"])
@@ -203,7 +215,7 @@ def forest(measured: pd.DataFrame, lead: pd.DataFrame | None = None) -> Figure:
         if lead is not None:
             rest = table[["arm"]].merge(lead, on="arm", how="left")
             _rows(every[1], rest, "times", looks)
-            every[1].set_xlabel(f"{table['arm'][0]} over each, paired by prompt")
+            every[1].set_xlabel(fill(f"{table['arm'][0]} over each,", LONG) + "\npaired by prompt")
         style.title(figure, _winner(table, lead) + summaries.doubt_of_speedups(table))
     return figure
 
@@ -292,8 +304,7 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
     predicted = predicted[predicted["gamma"] > 0]
     axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=style.PREDICTED,
               label="predicted from acceptance and pass costs")  # fmt: skip
-    axes.set_xlabel("draft length γ")
-    axes.set_xticks(sorted({*measured["gamma"], *predicted["gamma"]}))
+    style.gamma_axis(axes, {*measured["gamma"], *predicted["gamma"]})
     best, by_gamma = summaries.fastest(measured), predicted.set_index("gamma")["speedup"]
     claim = f"At γ = {best['gamma']:.0f}: {summaries.verdict(best)}"
     said = summaries.NOT_CREDIBLE in claim
@@ -339,9 +350,12 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
     """Speedup over batch size; from `summaries.speedups(by="batch")`. served: the same under
     continuous batching, from `under_load.rates` for one policy."""
     with style.canvas() as (figure, axes):
-        speedup_panel(axes, by_batch, "batch", label="static batch")
+        lines = 1 if served is None else 2
+        static = style.shifted(by_batch, "batch", 0, lines)
+        speedup_panel(axes, static, "batch", label="static batch")
         if served is not None:
-            speedup_panel(axes, served, "load", label="continuous batching", color=style.PREDICTED,
+            loops = style.shifted(served, "load", 1, lines)
+            speedup_panel(axes, loops, "load", label="continuous batching", color=style.PREDICTED,
                           marker="s", ls="--")  # fmt: skip
         style.batch_axis(axes, by_batch["batch"])
         every = pd.concat([summaries.judged(by_batch), served])

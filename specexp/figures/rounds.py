@@ -59,7 +59,7 @@ def trees(edges: pd.DataFrame) -> Figure:
         return nothing("Every draft here is grown: no two rounds have the same tree")
     arms = {name: part.reset_index(drop=True) for name, part in edges.groupby("arm", sort=False)}
     places, deepest = [_places(part["parent"]) for part in arms.values()], edges["depth"].max()
-    size = max(7 / len(arms), 3.5, 0.75 * max(map(max, places)) + 1.5), 1.6 + 0.6 * deepest
+    size = max(3.5, 0.75 * max(map(max, places)) + 1.5), 1.6 + 0.6 * deepest
     with panels(len(arms), *size, sharey=True) as (figure, every):
         for axes, (name, part), x in zip(every, arms.items(), places, strict=True):
             for node, edge in part[1:].iterrows():

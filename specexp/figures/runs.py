@@ -130,8 +130,10 @@ def over_batch(curves: pd.DataFrame) -> Figure:
     curves = curves.assign(credible=curves.get("credible", True))
     with style.canvas() as (figure, axes):
         axes.axhline(1, color=style.PLAIN, lw=1.5)
-        for (drafter, _), part in curves.groupby(["drafter", "run_id"], sort=False):
+        each = curves.groupby(["drafter", "run_id"], sort=False)
+        for line, ((drafter, _), part) in enumerate(each):
             inside = {} if part["credible"].all() else style.HOLLOW
+            part = style.shifted(part, "step", line, len(each))
             style.points(axes, part, "step", "value", label=drafter, **looks[drafter] | inside)
         style.batch_axis(axes, sorted(curves["step"].unique()))
         axes.set(ylabel="speedup over plain decoding", ylim=(0, None))

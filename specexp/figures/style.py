@@ -6,7 +6,7 @@ be read in grey; its paper is white, so that it can be read on a dark page.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,9 @@ PLAIN, SPECULATIVE, PREDICTED, INK = "#7f7f7f", "#0b5394", "#e69f00", "#333333"
 COLOURS = (SPECULATIVE, PREDICTED, "#0f7a5c", "#d55e00", "#56b4e9", "#6a2c91", "#d88fc0", "#8a6d3b")
 SYMBOLS, HATCHES = "osD^vPX", ("", "//", "..", "xx", "--")
 DOUBTFUL = 0.8  # R² of a fit of costs below which the measurement was probably disturbed
-WIDEST = 10.5  # inches: in a page 700 pixels wide such a figure can still be read
+NARROWEST, WIDEST = 7.0, 10.5  # inches: a title has room; in a page 700 pixels wide it can be read
 NARROW, WIDE = 5, 500  # ranges of a logarithmic axis, highest over lowest
+DIGIT = 0.1  # inches, of a number at an axis
 WIDE_SHARE = 0.5  # an interval of a share that is wider says only that prompts are too few
 HOLLOW = {"markerfacecolor": "none", "markeredgewidth": 2}  # a rule that is lossy; a doubtful run
 SHEET: Any = {
@@ -55,8 +56,10 @@ def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 @contextmanager
 def panels(count: int, width: float, height: float, **grid: Any) -> Iterator[tuple[Figure, Any]]:
     """Axes of this size in the common style, side by side and, where they would be wider than a
-    page, in rows; at the end the figure gets its legend and is closed. grid: of `plt.subplots`."""
-    rows = max(1, math.ceil(count * width / WIDEST - 0.01))
+    page, in rows; together they are wide enough for a title. At the end the figure gets its legend
+    and is closed. grid: of `plt.subplots`."""
+    width = max(width, NARROWEST / count)
+    rows = min(count, math.ceil(count * width / WIDEST - 0.01))
     columns = math.ceil(count / rows)
     size = (min(WIDEST, columns * width), rows * height)
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(SHEET):
@@ -117,25 +120,44 @@ def points(axes: Axes, table: pd.DataFrame, by: str, column: str = "speedup", **
 
 def shifted(table: pd.DataFrame, by: str, line: int, lines: int) -> pd.DataFrame:
     """The table of one of `lines` lines over a logarithmic axis, moved a little along it, so that
-    intervals at one value of `by` do not hide each other."""
-    return table.assign(**{by: table[by] * 1.06 ** (line - (lines - 1) / 2)})
+    intervals at one value of `by` do not hide each other; all lines stay nearer to it than to
+    twice the value."""
+    step = min(1.06, 1.6 ** (1 / lines))
+    return table.assign(**{by: table[by] * step ** (line - (lines - 1) / 2)})
 
 
-def batch_axis(axes: Axes, batches: Sequence[int]) -> None:
+def label_left(every: Iterable[Any], text: str) -> None:
+    """What is up, in panels that share it: said once a row."""
+    for axes in every:
+        if axes.get_subplotspec().is_first_col():
+            axes.set_ylabel(text)
+
+
+def batch_axis(axes: Axes, batches: Collection[int]) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xticks(list(batches), [str(b) for b in batches])
     axes.minorticks_off()
-    axes.set_xlabel("batch size (streams)")
+    axis_of(axes, "batch size (streams)", batches, math.log2)
 
 
-def temperature_axis(axes: Axes, temperatures: Collection[float]) -> None:
-    """Numbers at those temperatures, the highest first, that are far enough apart to be read."""
-    ticks: list[float] = []
-    for tick in sorted({*temperatures}, reverse=True):
-        if not ticks or ticks[-1] - tick >= 0.15 * (ticks[0] - min(temperatures)):
-            ticks.append(tick)
-    axes.set_xlabel("temperature")
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+def gamma_axis(axes: Axes, gammas: Collection[int]) -> None:
+    axis_of(axes, "draft length γ", gammas)
+
+
+def axis_of(
+    axes: Axes, label: str, values: Collection[float], at: Callable[[float], float] = float
+) -> None:
+    """A horizontal axis with numbers at the least and the largest of these values, and at those
+    between that are far enough apart to be read; at: where on the axis a value is."""
+    texts = {value: f"{value:g}" for value in sorted({*values})}
+    ends = min(texts), max(texts)
+    inches = axes.get_window_extent().width / axes.figure.dpi
+    room = DIGIT * (1 + max(map(len, texts.values()))) * (at(ends[1]) - at(ends[0])) / inches
+    ticks = {*ends}
+    for value in texts:
+        if min(abs(at(value) - at(tick)) for tick in ticks) >= room:
+            ticks.add(value)
+    axes.set_xlabel(label)
+    axes.set_xticks(sorted(ticks), [texts[tick] for tick in sorted(ticks)])
 
 
 def log_axis(axes: Axes, which: str = "y") -> None:

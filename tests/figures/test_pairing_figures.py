@@ -7,6 +7,7 @@ from support.questions import PROMPTS
 
 from specexp import figures
 from specexp.measure import one_pairing, summaries
+from specexp.trace import Acceptance
 
 
 def test_crossing_claims_nothing_of_one_sample():
@@ -78,10 +79,57 @@ def test_temperatures_close_together_can_be_read(pairing):
     rules = [pairing.with_(rule=rule, temperature=1.0) for rule in ("reject", "block", "match")]
     samples = one_pairing.acceptance(rules, PROMPTS, 8, [0.0, 0.1, 0.25, 0.5, 2.0])
     axes = figures.pairings.over_temperature(samples).axes[0]
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["2", "0.5", "0.1"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "0.5", "2"]
     warm = figures.pairings.by_temperature(samples[samples["temperature"] == 0.5])
     assert title(warm).count("at temperature 0.5") == 1
     assert " at 0.5" not in title(warm)
+
+
+@pytest.mark.parametrize("many", [[1], range(1, 17), [1, 2, 3, 4, 6, 8, 12, 192, 256]])
+def test_numbers_at_an_axis_can_be_read_and_its_ends_are_among_them(many):
+    batches = sweep(*[(2, 1.9, 2.1)] * len(many)).assign(batch=many)
+    by_gamma = arms(*[(2, 1.9, 2.1)] * len(many)).assign(gamma=many)
+    predicted = pd.DataFrame({"gamma": [0, *many], "speedup": 2.0, "tokens": 2.0})
+    costs = pd.DataFrame({"gamma": [0, *many], "draft_s": 1.0, "verify_s": 1.0, "rest_s": 0.0})
+    for figure in (
+        figures.pairings.throughput(batches), figures.pairings.over_gamma(by_gamma, predicted),
+        figures.lesson.together(costs, predicted, by_gamma),
+    ):  # fmt: skip
+        numbers = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
+        assert {f"{min(many)}", f"{max(many)}"} <= {*numbers}
+
+
+def test_few_lines_are_drawn_in_a_panel():
+    """With their intervals, thirteen could not be told apart."""
+    record = Acceptance(drafted=6, emitted=5, cut=0, histogram=(0, 1, 1, 0))
+    names = [f"drafter {n}" for n in range(13)]
+    rows = [{"pairing": n, "gamma": 3, "question_id": q, "accepted": 3, "drafted": 6, "passes": 2,
+             "record": record} for n in names for q in range(2)]  # fmt: skip
+    figure = figures.pairings.by_position(pd.DataFrame(rows))
+    drawn = [[bars.get_label() for bars in axes.containers] for axes in figure.axes]
+    assert all(len(labels) <= 6 for labels in drawn)
+    for side in (drawn[::2], drawn[1::2]):
+        assert [label for labels in side for label in labels] == names
+
+
+def test_intervals_of_two_lines_do_not_hide_each_other():
+    by_batch = sweep((2, 1.9, 2.1), (1.2, 1.1, 1.3)).assign(doubt="")
+    served = by_batch.rename(columns={"batch": "load"})
+    static, loops = figures.pairings.over_batch(by_batch, served).axes[0].containers
+    assert not {*static.lines[0].get_xdata()} & {*loops.lines[0].get_xdata()}
+
+
+def test_words_of_kinds_of_text_are_not_broken():
+    kinds = ["summarization", "retrieval_qa", *(f"kind {n}" for n in range(9))]
+    figure = figures.pairings.by_category(acceptances(dict.fromkeys(kinds, 0.5), 2))
+    assert {text.get_text() for text in figure.axes[0].get_xticklabels()} == {*kinds}
+
+
+def test_a_drafter_of_a_long_name_leads():
+    table = arms((1.5, 1.4, 1.6), (1.2, 1.1, 1.3)).assign(arm=["a-draft-model-of-" * 2, "ngram"])
+    lead = pd.DataFrame({"arm": ["ngram"], "times": [1.25], "low": [1.2], "high": [1.3]})
+    label = figures.pairings.forest(table, lead).axes[1].get_xlabel()
+    assert label.replace("\n", " ").endswith("over each, paired by prompt")
 
 
 def test_reject_alone_is_compared_with_nothing(pairing):

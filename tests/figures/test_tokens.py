@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
+import pandas as pd
 from matplotlib.colors import to_rgb
 from support.questions import PROMPTS
 
@@ -128,6 +129,14 @@ def test_edges_count_what_the_trace_counts(pairing):
     assert not re.search(r" to |siblings", chain.get_suptitle().splitlines()[0])
     nothing = figures.rounds.trees(edges.head(0))
     assert "grown" in nothing.axes[0].texts[0].get_text()
+
+
+def test_a_tree_that_is_wider_than_a_page_leaves_no_room_empty():
+    leaves = [{"arm": "1x20", "parent": 0, "depth": 1, "child": n, "rate": 0.1, "accepted": 10}
+              for n in range(20)]  # fmt: skip
+    root = leaves[0] | {"parent": -1, "depth": 0}
+    figure = figures.rounds.trees(pd.DataFrame([root, *leaves]))
+    assert figure.axes[0].get_position().height > 0.4
 
 
 def test_trees_are_drawn_as_trees():
