@@ -67,6 +67,9 @@ class _Page:
 class Group(_Page, TyperGroup):
     """A group of commands that suggests the command that was probably meant."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        return super().parse_args(ctx, [] if args == ["--"] else args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (name := args[0]) in self.commands:
             return super().resolve_command(ctx, args)

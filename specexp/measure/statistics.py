@@ -251,12 +251,10 @@ def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
 
 
 def verdict(speedup: Interval) -> str:
-    """The speedup in words: faster or slower only if the interval excludes 1."""
+    """What may be said of a speedup: faster or slower only if its interval excludes 1."""
     undecided = speedup.low <= 1 <= speedup.high or speedup.low == speedup.high
     if speedup.doubt == NOT_CREDIBLE or (speedup.doubt and undecided):
-        return f"{speedup.value:.2f}x, but {speedup.doubt}"
+        return speedup.doubt
     if speedup.low > 1:
-        return f"{speedup.value:.2f}x faster"
-    if speedup.high < 1:
-        return f"{speedup.value:.2f}x, slower than plain decoding"
-    return "no clear difference"
+        return "faster"
+    return "slower than plain decoding" if speedup.high < 1 else "no clear difference"

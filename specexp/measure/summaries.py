@@ -277,12 +277,11 @@ def fastest(measured: pd.DataFrame) -> pd.Series:
 def verdict(row: pd.Series) -> str:
     """A row of `speedups` or `fastest` in words, with its interval."""
     speedup = Interval(row["speedup"], row["low"], row["high"], row["doubt"])
-    claim, but, doubt = statistics.verdict(speedup).partition(", but ")
-    claim, _, loss = claim.partition(", ")
+    words, value = statistics.verdict(speedup), f"{speedup.value:.2f}x"
     picked = f"{row.get('measured', speedup.value):.2f}x"
-    luck = f" ({picked} without cross-validation)" * (picked != f"{speedup.value:.2f}x")
-    than = f": {loss}" * bool(loss)
-    return f"{claim} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{than}{but}{doubt}"
+    luck = f" ({picked} without cross-validation)" * (picked != value)
+    before, after = (f" {words}", "") if words == "faster" else ("", f": {words}")
+    return f"{value}{before} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{after}"
 
 
 def doubt_of_speedups(measured: pd.DataFrame) -> str:

@@ -105,6 +105,14 @@ def test_every_help_page_imports_nothing_heavy():
         assert "Usage: specexp" in out, words
 
 
+def test_no_command_shows_the_help_page_also_behind_two_dashes():
+    bare, dashes, group = ran([(), ("--",), ("grid", "--")])
+    assert dashes == bare
+    for code, out, err, heavy in (dashes, group):
+        assert (code, heavy) == (bare[0], [])
+        assert "Usage: specexp" in out + err
+
+
 LIGHT = ["--version", "models --json", "models", "theory --alpha 0.8 --gamma 5"]
 
 

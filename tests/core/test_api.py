@@ -314,8 +314,12 @@ def test_comparison_that_cannot_be_is_not_called_faster(load, monkeypatch):
         return samples.assign(plain_s=50 * samples["s"])
 
     monkeypatch.setattr(one_pairing, "latency_by_arm", disturbed)
-    said = str(load(Echo()).compare_with_plain(TEXTS, max_new_tokens=8))
-    assert "x, but not credible: was the machine busy?" in said
+    comparison = load(Echo()).compare_with_plain(TEXTS, max_new_tokens=8)
+    said = str(comparison)
+    value = f"{comparison.speedup.value:.2f}"
+    assert said.startswith(f"speedup {value} [")
+    assert said.count(value) == 1, "said once"
+    assert "over 2 prompts: not credible: was the machine busy?" in said
     assert "faster" not in said
 
 

@@ -197,19 +197,13 @@ def test_rate_of_nothing_drafted_is_zero():
 @pytest.mark.parametrize(
     ("interval", "words"),
     [
-        ((1.5, 1.2, 1.8), "1.50x faster"),
-        ((0.5, 0.4, 0.9), "0.50x, slower than plain decoding"),
+        ((1.5, 1.2, 1.8), "faster"),
+        ((0.5, 0.4, 0.9), "slower than plain decoding"),
         ((1.5, 0.9, 2.0), "no clear difference"),
-        (
-            (1.5, 1.5, 1.5, "too few repeats: at least 4 more"),
-            "1.50x, but too few repeats: at least 4 more",
-        ),
-        (
-            (1.5, 0.9, 2.0, "too few prompts: at least 7 more"),
-            "1.50x, but too few prompts: at least 7 more",
-        ),
-        ((2.5, 1.1, 6.0, "too few prompts: at least 7 more"), "2.50x faster"),
-        ((1.5, 1.5, 1.5), "1.50x faster"),
+        ((1.5, 1.5, 1.5, "too few repeats: at least 4 more"), "too few repeats: at least 4 more"),
+        ((1.5, 0.9, 2.0, "too few prompts: at least 7 more"), "too few prompts: at least 7 more"),
+        ((2.5, 1.1, 6.0, "too few prompts: at least 7 more"), "faster"),
+        ((1.5, 1.5, 1.5), "faster"),
     ],
 )
 def test_verdict_needs_an_interval_without_one(interval, words):
@@ -219,11 +213,9 @@ def test_verdict_needs_an_interval_without_one(interval, words):
 @pytest.mark.parametrize(("n", "more"), [(1, 16), (10, 7), (16, 1)])
 def test_too_few_prompts_say_how_many_more(n, more):
     found = statistics.speedup([1.1] * n, [1] * n, [1.0] * n, [1] * n)
-    assert statistics.verdict(found) == f"1.10x, but too few prompts: at least {more} more"
+    assert statistics.verdict(found) == f"too few prompts: at least {more} more"
 
 
 def test_equal_timings_are_not_one_sample():
     found = [statistics.speedup([2] * n, [1] * n, [1] * n, [1] * n, same_work=True) for n in (3, 5)]
-    assert [statistics.verdict(f) for f in found] == [
-        "2.00x, but too few repeats: at least 2 more", "2.00x faster"
-    ]  # fmt: skip
+    assert [statistics.verdict(f) for f in found] == ["too few repeats: at least 2 more", "faster"]

@@ -278,8 +278,8 @@ def few_prompts() -> str:
     for n in (10, 20):
         same = (statistics.speedup(np.full(n, s), *np.ones((3, n))) for s in np.arange(1, 3, 0.01))
         unsure = list(takewhile(lambda speedup: speedup.low <= 1, same))
-        said = statistics.verdict(unsure[0]).rpartition("but ")[2]
-        words.append(f'with {n} prompts, one below {unsure[-1].value + 0.01:.2f}x is "{said}"')
+        below, said = f"{unsure[-1].value + 0.01:.2f}x", statistics.verdict(unsure[0])
+        words.append(f'with {n} prompts, one below {below} is "{said}"')
     return paragraph(f"if all prompts show the same speedup: {'; '.join(words)}.", 100)
 
 
