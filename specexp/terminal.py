@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 
 ROWS = 100  # of a table
 WIDE = 200  # columns of a file
@@ -70,6 +70,12 @@ def table(title: str, *columns: str) -> Table:
         column.no_wrap, column.overflow = True, "fold"
         column.justify = "right" if at else "left"
     return rows
+
+
+def listing(*columns: str, **options: Any) -> Table:
+    """An empty table of words, none of which is cut in a narrow terminal."""
+    named = (Column(name, overflow="fold") for name in columns)
+    return Table(*named, box=None, header_style="bold", **options)
 
 
 class Terminal(Console):

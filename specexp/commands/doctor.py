@@ -32,7 +32,7 @@ def examine() -> bool:
     there = next(path for path in (root, *root.parents) if path.exists())
     zoo = ", ".join(m.name for m in shelf.models())
     kernels = re.sub(r", [0-9a-f]{8}\b", "", ops.state(device))  # no digest
-    facts = Table(box=None, show_header=False)
+    facts = terminal.listing("", "", show_header=False)
     for name, fact in {
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "packages": ", ".join(f"{n} {version(n) or 'missing'}" for n in SHOWN),

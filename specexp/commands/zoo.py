@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
 
 from specexp.commands import options as opt
 from specexp.errors import UserError, counted
+from specexp.terminal import listing
 
 if TYPE_CHECKING:
     from specexp.measure.prompts import Prompts
@@ -41,7 +41,7 @@ def models(as_json: bool = opt.AS_JSON) -> None:
         print(opt.json_text(listed))
         return
     columns = ("name", "role", "parameters", "drafts for", "chat", "path")
-    table = Table(*columns, box=None, header_style="bold")
+    table = listing(*columns)
     for m in every:
         size, chat = f"{m.parameters / 1e6:.1f}M", "template" if m.chats else ""
         table.add_row(m.name, m.role, size, m.target or "", chat, str(opt.relative(m.path)))
@@ -49,7 +49,7 @@ def models(as_json: bool = opt.AS_JSON) -> None:
         opt.console.print(table, "", sep="\n")
     for kind, folder in (("drafter", DRAFTERS), ("rule", None), ("policy", None)):
         if named := objects.described(kind, folder):
-            methods = Table(f"--{kind}", "what it does", box=None, header_style="bold")
+            methods = listing(f"--{kind}", "what it does")
             for name_and_about in named:
                 methods.add_row(*name_and_about)
             opt.console.print(methods, "", sep="\n")

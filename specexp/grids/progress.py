@@ -19,7 +19,7 @@ from rich.text import Text
 
 from specexp.grids import identity
 from specexp.grids.points import Point
-from specexp.terminal import ROWS, harmless
+from specexp.terminal import ROWS, harmless, listing
 from specexp.tracking import presence, redact, results, runs
 
 ERROR = "error.txt"  # in the folder of a failed attempt
@@ -142,7 +142,7 @@ def status(points: Sequence[Point]) -> Table:
     """One row per point: done, running, failed (with its error) or to do (and why, if it has an
     earlier result); the totals as caption, with the time left if points of each notebook are done.
     Of more than ROWS points, those done have no row."""
-    table = Table("state", "point", "run_key", "detail", box=None, header_style="bold")
+    table = listing("state", "point", "run_key", "detail")
     failures, reasons = failures_of(points), reasons_to_run(points)
     counts = dict.fromkeys(STATES, 0)
     took, left = defaultdict[str, list[float]](list), list[str]()
