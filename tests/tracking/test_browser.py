@@ -60,3 +60,11 @@ def test_a_report_opens_offline_with_the_answer_in_sight(compared, width, height
         browser.open(page.as_uri())
         browser.sees(answer())
     assert report.print_pdf(page).read_bytes().startswith(b"%PDF")
+
+
+def test_runs_keep_their_names_whole_on_a_phone(compared):
+    page = report.write(report.of(NAME), names=[NAME])
+    with Browser(420, 900) as browser:
+        browser.open(page.as_uri())
+        browser.sees("The runs compared", scroll=True)
+        assert browser._value("document.querySelector('.runs td').offsetHeight") < 40  # a line
