@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specexp.grids.points import Point
 
 app = typer.Typer(cls=Group, help="Run grids of experiment notebooks.", no_args_is_help=True)
-FILES = typer.Argument(help="Grid files (YAML).", metavar="FILE...")
+FILES = typer.Argument(help="Grid files (YAML).", metavar="FILE")
 ONLY = own("Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable.")
 YES = own("Do not ask for confirmation of very many points.", False)
 TOGETHER = own(

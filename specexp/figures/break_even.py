@@ -114,8 +114,7 @@ def speedup_map(
             notes = [[measured.get((context, b, g), "") for b in costs.batches]
                      for g in costs.gammas[1:]]  # fmt: skip
             _paint(axes, values, "{:.2f}x", notes, cmap="vlag_r", norm=LogNorm(1 / most, most))
-            line = break_even_batches(costs, samples, context)
-            line = line[line["gamma"].isin(costs.gammas)]
+            line = _line(costs, samples, context)
             at, low, high = (_column(costs, line[c]) for c in ("batch", "low", "high"))
             rows = [costs.gammas.index(g) - 1.4 for g in line["gamma"]]
             axes.errorbar(at, rows, xerr=np.clip([at - low, high - at], 0, None), fmt="k|",
@@ -131,7 +130,7 @@ def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
     acceptance, name = pooled(samples).conditional, f"{costs.about['drafter']}{doubt(costs)}"
     points = [(b, g) for b in costs.batches for g in costs.gammas]
     batch, gamma = max(points, key=lambda at: costs.speedup(at[0], at[1], acceptance, context))
-    line = break_even_batches(costs, samples, context)
+    line = _line(costs, samples, context)
     widest = line.loc[line["batch"].idxmax()]
     if not gamma or widest["batch"] == 0:
         return f"{name}: predicted to pay at no batch, {context} slots"
@@ -143,6 +142,12 @@ def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
         f"{name}, {context} slots: {best:.2f}x predicted at batch {batch} with "
         f"γ = {gamma}; pays up to {last} with γ = {widest['gamma']:.0f}"
     )
+
+
+def _line(costs: Costs, samples: pd.DataFrame, context: float) -> pd.DataFrame:
+    """`break_even_batches` of the draft lengths that a map shows."""
+    every = break_even_batches(costs, samples, context)
+    return every[every["gamma"].isin(costs.gammas)]
 
 
 def alpha_map(costs: Costs) -> Figure:

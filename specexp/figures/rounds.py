@@ -64,11 +64,12 @@ def trees(edges: pd.DataFrame) -> Figure:
         for axes, (name, part), x in zip(every, arms.items(), places, strict=True):
             for node, edge in part[1:].iterrows():
                 across, up = [x[edge["parent"]], x[node]], [edge["depth"] - 1, edge["depth"]]
-                faint = 0.3 if part["accepted"][edge["parent"]] < MIN_ROUNDS else 1.0
+                rounds = part["accepted"][edge["parent"]]
+                faint, share = 0.3 if rounds < MIN_ROUNDS else 1.0, f"{edge['rate']:.0%}"
                 axes.plot(across, up, color=SPECULATIVE, lw=0.5 + 7 * edge["rate"], zorder=1,
                           alpha=faint)  # fmt: skip
                 label = np.average([across, up], axis=1, weights=(1, 2))  # where siblings are apart
-                axes.text(*label, f"{edge['rate']:.0%}", ha="center", va="center", fontsize=9,
+                axes.text(*label, share if rounds else "–", ha="center", va="center", fontsize=9,
                           bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip
             axes.scatter(x, part["depth"], s=60, color=PLAIN, edgecolors=INK, zorder=3)
             axes.set_title(name, fontsize=10)
@@ -83,7 +84,7 @@ def trees(edges: pd.DataFrame) -> Figure:
         title(figure,
               f"The likeliest first draft token is accepted in {' to '.join(shares)} of rounds"
               + f"; its siblings add at most {more.max():.0%}" * bool((first["child"] > 0).any()),
-              no_intervals=f"shares of rounds, faint where they are of fewer than {MIN_ROUNDS}"
+              no_intervals=f"shares of rounds, faint where of fewer than {MIN_ROUNDS}, – of none"
         )  # fmt: skip
     return figure
 

@@ -139,6 +139,14 @@ def test_a_tree_that_is_wider_than_a_page_leaves_no_room_empty():
     assert figure.axes[0].get_position().height > 0.4
 
 
+def test_a_node_that_was_never_accepted_says_nothing_of_its_children():
+    nodes = [(-1, 0, 0, 1.0, 20), (0, 1, 0, 0.5, 10), (0, 1, 1, 0.0, 0), (1, 2, 0, 0.0, 0),
+             (2, 2, 0, 0.0, 0)]  # fmt: skip
+    edges = pd.DataFrame(nodes, columns=["parent", "depth", "child", "rate", "accepted"])
+    [axes] = figures.rounds.trees(edges.assign(arm="2x1")).axes
+    assert [text.get_text() for text in axes.texts] == ["50%", "0%", "0%", "–"]
+
+
 def test_trees_are_drawn_as_trees():
     """Of two siblings of one token the first is accepted; what was not drafted has no line."""
     steps = rounds(Step(0, 5, 2, 3, (1, 1, 3, 2, 4, -1)))

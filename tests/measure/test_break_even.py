@@ -369,6 +369,14 @@ def test_title_says_where_it_pays():
     assert "at no batch" in figures.break_even.paying(planted(draft=1.0), SAMPLES, 64)
 
 
+def test_title_names_no_draft_length_that_the_map_does_not_show(monkeypatch):
+    table = planted()
+    between = next(g for g in range(1, table.gammas[-1]) if g not in table.gammas)
+    line = pd.DataFrame({"gamma": [1, between], "batch": [4, 9], "low": [3, 8], "high": [5, 10]})
+    monkeypatch.setattr(figures.break_even, "break_even_batches", lambda *_: line)
+    assert figures.break_even.paying(table, SAMPLES, 64).endswith("batch 4 [3, 5] with γ = 1")
+
+
 def test_every_cell_and_scale_of_the_maps_can_be_read():
     table = planted(draft=1.0)  # nothing pays
     axes, _ = figures.break_even.alpha_map(table).axes
