@@ -14,6 +14,7 @@ from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
 NAMED = ("drafter", "policy")  # in every table, even if all runs share them
+WHOLE = (*NAMED, "speedup", "timing")  # not broken in a narrow terminal
 GROUPS = frozenset((
     "acceptance", "category", "category_ci", "cost", "costs", "counts", "exact", "fleet", "goodput",
     "latency", "load", "map", "memory", "regret", "served", "simulated", "speedup", "tax",
@@ -51,11 +52,13 @@ def show(console: Console, runs: pd.DataFrame) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
-    """The overview of one experiment for the terminal; without categories and the check's power if
-    they are not what it asks about, so that it fits. What tells runs apart is never cut."""
+    """The overview of one experiment for the terminal; without categories, acceptance lengths and
+    the check's power if they are not what it asks about, so that it fits. What tells runs apart is
+    never cut."""
     view = overview(runs.drop(columns="experiment"))
     if {"speedup", "regret", "replicas"} & {*view}:
-        view = view[[c for c in view if c != "exact to" and not c.startswith("accepted: ")]]
+        left_out = [c for c in view if c in ("exact to", "length") or c.startswith("accepted: ")]
+        view = view.drop(columns=left_out)
     title = Text(experiment, "table.title")
     mark = " simulated"
     marked = [column for column in view if view[column].str.endswith(mark).all()]
@@ -64,7 +67,7 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
     out = Table(*view, title=title, title_justify="left", box=None, header_style="bold",
                 padding=(0, 1, 0, 0), pad_edge=False, min_width=len(experiment))  # fmt: skip
     for column in out.columns:
-        column.no_wrap, column.overflow = column.header in ("drafter", "policy", "speedup"), "fold"
+        column.no_wrap, column.overflow = column.header in WHOLE, "fold"
     for row in view.itertuples(index=False):
         out.add_row(*map(Text, row))
     return out

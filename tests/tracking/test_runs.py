@@ -292,6 +292,22 @@ def test_experiment_with_a_longer_name_than_its_table_is_wide_keeps_it_on_one_li
     assert console.file.getvalue().startswith("of_my_own\n")
 
 
+def test_a_narrow_table_says_doubtful_whole():
+    metrics = {"speedup/measured": 1.5, "speedup/ci_low": 1.2, "speedup/ci_high": 1.9,
+               "speedup/best_gamma": 3, "speedup/credible": 0, "acceptance/rate": 0.34,
+               "acceptance/rate_ci_low": 0.16, "acceptance/rate_ci_high": 0.62, "exact/pass": 1,
+               "acceptance/length": 1.7, "speedup/predicted": 1.2,
+               "throughput/tok_s": 1127}  # fmt: skip
+    runs = pd.DataFrame([{f"metrics.{name}": value for name, value in metrics.items()}] * 2)
+    runs = runs.assign(experiment="mine", **{"params.drafter": ["sibling-3m", "ngram"]})
+    console = Console(file=io.StringIO(), width=80)
+    console.print(compare.table("mine", runs))
+    lines = console.file.getvalue().splitlines()
+    assert sum("doubtful" in line.split() for line in lines) == 2
+    assert lines[1].split()[-2:] == ["tok/s", "exact"], "a line holds all columns"
+    assert len(lines) == 4
+
+
 def test_overview_tells_what_runs_were_made_with_where_it_differs():
     runs = pd.DataFrame(
         {
