@@ -64,11 +64,9 @@ def died(*error: Any) -> None:
 
 def table(title: str, *columns: str) -> Table:
     """An empty table of numbers behind the names in its first column."""
-    rows = Table(*columns, title=title, title_justify="left", title_style="", box=None,
-                 header_style="bold")  # fmt: skip
-    for at, column in enumerate(rows.columns):
-        column.no_wrap, column.overflow = True, "fold"
-        column.justify = "right" if at else "left"
+    rows = listing(*columns, title=title, title_justify="left", title_style="")
+    for column in rows.columns[1:]:
+        column.justify = "right"
     return rows
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rich.text import Text
 from safetensors.torch import load_file, save_file
 
 from specexp.commands import options
-from specexp.terminal import Terminal, harmless, listing
+from specexp.terminal import Terminal, harmless, listing, table
 from specexp.tracking import mlflow_server, runs
 
 NASTY = "a\x1b]0;owned\x07b\x1b[2Jc\rd\x9b31me\u202ef\u2066g\x7f\x08h"
@@ -45,12 +46,15 @@ def test_a_file_is_not_cut_to_the_width_of_a_screen(monkeypatch):
     assert Terminal(file=io.StringIO()).width == 60
 
 
-def test_a_narrow_terminal_cuts_no_word():
+@pytest.mark.parametrize("empty", [listing, partial(table, "a title")])
+def test_a_narrow_terminal_cuts_no_word(empty):
     """Such as the paths of models: what is left of them would be the same for all."""
-    table, file = listing("name", "path"), io.StringIO()
-    table.add_row("model", "/a/folder/whose/path/is/long/model")
-    Terminal(file=file, force_terminal=True, no_color=True, width=24).print(table)
-    assert "/a/folder/whose/path/is/long/model" in "".join(file.getvalue().split())
+    shown, file = empty("name", "path", "speedup"), io.StringIO()
+    shown.add_row("model", "/a/folder/whose/path/is/long/model", "")
+    Terminal(file=file, force_terminal=True, no_color=True, width=32).print(shown)
+    printed = "".join(file.getvalue().split())
+    assert "/a/folder/whose/path/is/long/model" in printed
+    assert "speedup" in printed
 
 
 def test_live_display_still_moves_the_cursor():
