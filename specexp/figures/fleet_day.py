@@ -43,10 +43,10 @@ def _paying(table: pd.DataFrame) -> str:
     pays = gain.index[gain > 1 + 1e-9]
     if not len(pays):
         return f"{name} is never faster than plain decoding"
-    return (
-        f"{name} over plain decoding: {gain.iloc[0]:.2f}x at one stream, {gain.max():.2f}x at "
-        f"best, faster up to {counted(pays.max(), 'stream')}"
-    )
+    alone, most = (f"{value:.2f}x" for value in (gain.iloc[0], gain.max()))
+    best = f", {most} at best" * (most != alone)
+    faster = f"faster up to {counted(pays.max(), 'stream')}"
+    return f"{name} over plain decoding: {alone} at one stream{best}, {faster}"
 
 
 def over_the_day(hours: pd.DataFrame) -> Figure:

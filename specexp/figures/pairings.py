@@ -315,10 +315,10 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
 
 def speedup_panel(axes: Axes, table: pd.DataFrame, by: str, **look: Any) -> None:
     """Speedups with intervals, which are cut off where they are very wide: on a busy machine."""
+    most = max(axes.get_ylim()[1], style.top(table["speedup"], table["high"]))
     axes.axhline(1, color=style.PLAIN, lw=1.5)
     style.points(axes, table, by, **{"color": style.SPECULATIVE, "marker": "o"} | look)
-    most = min(2.2 * max(1, table["speedup"].max()), 1.1 * table["high"].max())
-    axes.set(ylabel="speedup over plain decoding", ylim=(0, max(1.2, most, axes.get_ylim()[1])))
+    axes.set(ylabel="speedup over plain decoding", ylim=(0, most))
 
 
 def throughput(by_batch: pd.DataFrame) -> Figure:

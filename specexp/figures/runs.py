@@ -77,6 +77,8 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
         axes.set(xlabel="acceptance rate", xlim=(0, 1))
         axes.set_ylabel("speedup over plain decoding\n(intervals hold for all runs at once)")
         style.per_cent(axes, "x")
+        axes.set_ylim(0.9 * min(1, speeds["low"].min()), 1.1 * max(1, speeds["high"].max()))
+        style.log_axis(axes)
         claim = _winner(have[sound], rates[sound], speeds[sound]) if sound.any() else ""
         style.title(figure, "; ".join(filter(None, [claim, _left_out((~sound).sum())])))
     return figure
@@ -115,10 +117,9 @@ def _winner(runs: pd.DataFrame, rates: pd.DataFrame, speeds: pd.DataFrame) -> st
             f"Fastest: {runs['drafter'][best]}, {style.times(speeds.loc[best])} at acceptance rate "
             f"{style.share(rates.loc[best])}"
         )
-    are = "is" if faster == 1 else "are"
-    return f"{faster} of {len(table)} runs {are} certainly faster than plain decoding" + (
-        ", none is certainly the fastest" * (faster > 1)
-    )
+    are, none = "is" if 1 in (faster, len(table)) else "are", ", none is certainly the fastest"
+    share = f"{faster} of {counted(len(table), 'run')}"
+    return f"{share} {are} certainly faster than plain decoding{none * (faster > 1)}"
 
 
 def over_batch(curves: pd.DataFrame) -> Figure:
@@ -136,7 +137,8 @@ def over_batch(curves: pd.DataFrame) -> Figure:
             part = style.shifted(part, "step", line, len(each))
             style.points(axes, part, "step", "value", label=drafter, **looks[drafter] | inside)
         style.batch_axis(axes, sorted(curves["step"].unique()))
-        axes.set(ylabel="speedup over plain decoding", ylim=(0, None))
+        axes.set_ylabel("speedup over plain decoding")
+        axes.set_ylim(0, style.top(curves["value"], curves["high"]))
         sound = curves[curves["credible"]].sort_values("value")
         largest = sound[sound["step"] == sound["step"].max()].to_dict("records")
         each = dict.fromkeys(map(style.times, [*largest[:1], *largest[-1:]]))

@@ -175,6 +175,11 @@ def log_axis(axes: Axes, which: str = "y") -> None:
     axis.set_minor_locator(ticker.NullLocator())
 
 
+def top(speedups: pd.Series, high: pd.Series) -> float:
+    """Where an axis of speedups ends: above their intervals, unless those are very wide."""
+    return float(min(2.2 * max(1, speedups.max()), max(1.2, 1.1 * high.max())))
+
+
 def per_cent(axes: Axes, which: str = "y") -> None:
     getattr(axes, f"{which}axis").set_major_formatter(ticker.PercentFormatter(1))
 

@@ -119,6 +119,15 @@ def test_intervals_of_two_lines_do_not_hide_each_other():
     assert not {*static.lines[0].get_xdata()} & {*loops.lines[0].get_xdata()}
 
 
+def test_an_interval_that_is_very_wide_leaves_room_for_the_points():
+    busy = sweep((1.5, 0.1, 25), (1.2, 1.1, 1.3)).assign(doubt="")
+    [axes] = figures.pairings.over_batch(busy).axes
+    assert axes.get_ylim() == (0, pytest.approx(2.2 * 1.5))
+    loops = busy.rename(columns={"batch": "load"}).assign(speedup=[3, 2])
+    [axes] = figures.pairings.over_batch(busy, loops).axes
+    assert axes.get_ylim() == (0, pytest.approx(2.2 * 3)), "that of both lines"
+
+
 def test_words_of_kinds_of_text_are_not_broken():
     kinds = ["summarization", "retrieval_qa", *(f"kind {n}" for n in range(9))]
     figure = figures.pairings.by_category(acceptances(dict.fromkeys(kinds, 0.5), 2))

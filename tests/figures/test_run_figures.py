@@ -126,6 +126,18 @@ def test_acceptance_rates_and_speedups_carry_their_intervals():
     assert up.tolist() == [[0.5, pytest.approx(1.2)], [0.5, pytest.approx(1.5)]]
 
 
+def test_very_wide_intervals_of_runs_leave_room_for_the_points():
+    rows = [{"params.drafter": name, "experiment": "x", "metrics.acceptance/rate": 0.5,
+             "metrics.speedup/measured": 1.2, "metrics.speedup/ci_low": 0.2,
+             "metrics.speedup/ci_high": high}
+            for name, high in (("a", 1.4), ("b", 25))]  # fmt: skip
+    [axes] = figures.runs.rate_and_speedup(pd.DataFrame(rows)).axes
+    assert axes.get_yscale() == "log", "as of all ratios that have no zero"
+    steps = [{"run_id": "a", "drafter": "a", "step": s, "value": 1.2, "low": 0.2, "high": 25}
+             for s in (1, 4)]  # fmt: skip
+    assert figures.runs.over_batch(pd.DataFrame(steps)).axes[0].get_ylim()[1] < 3
+
+
 def test_a_map_of_plans_frames_where_to_draft():
     rows = [("ngram", 4, 1, 1.5, True, True), ("ngram", 2, 1, 1.4, False, False),
             ("ngram", 2, 8, 0.8, True, False), ("suffix", 3, 1, 1.1, True, False)]  # fmt: skip
