@@ -80,6 +80,16 @@ def test_the_largest_regret_has_the_interval_that_is_logged_and_below_zero_is_a_
     assert [logged[f"regret/worst{end}"] for end in ("", "_low", "_high")] == [0.05, 0.02, 0.3]
 
 
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [(1.3, "1.50x at one stream, faster up to 2 streams"), (1.8, "at one stream, 1.80x at best, ")],
+)
+def test_title_of_a_replica_says_its_best_once(second, words):
+    paces = [("plain", 1, 1.0), ("plain", 2, 1.0), ("goodput", 1, 1.5), ("goodput", 2, second)]
+    table = pd.DataFrame(paces, columns=["policy", "streams", "tok_s"])
+    assert words in figures.fleet_day._paying(table)
+
+
 def test_timelines_title_names_first_and_last(tmp_path):
     slow, fast = [*TICKS, tick(5.0, 31.0, live=1)], TICKS
     tables = {"plain": under_load.timeline(slow, 5), "goodput": under_load.timeline(fast, 5)}
