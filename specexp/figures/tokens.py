@@ -134,7 +134,9 @@ def shaded(text: Text) -> str:
         shade = LOOKS[kind].shade.format(COLOURS[kind])
         return f'<span style="{shade}">{escape(part)}</span>'
 
-    style = "white-space: pre-wrap; font-family: monospace"
+    style = (  # a page may break the words of its outputs anywhere
+        "font-family: monospace; white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
+    )
     return f'<pre style="{style}">{_by_kind(text, span, escape)}</pre>'
 
 
