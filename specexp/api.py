@@ -252,7 +252,7 @@ def load(
     memory.check_device(device := str(device))
     if isinstance(target, str):
         tokenizer = tokenizer or names.read_target(target).tokenizer
-        dtype = dtype or "float32"
+        dtype = "float32" if dtype is None else dtype
     else:
         tokenizer, dtype, device = names.in_memory(target, tokenizer, dtype, device)
     _exempt_imports_from_gc()

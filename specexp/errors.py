@@ -134,16 +134,26 @@ def ran_out(message: str) -> bool:
 
 def meant(name: str, names: Iterable[str], otherwise: str = "") -> str:
     """`; did you mean 'this'?` of the nearest of these names, or `otherwise` if none is near."""
-    near = difflib.get_close_matches(name, [*names], 1)
-    return f"; did you mean {near[0]!r}?" if near else otherwise
+    near = nearest(name, names)
+    return f"; did you mean {near!r}?" if near else otherwise
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of these names that is most like this one, whatever the case; None if none is."""
+    names = {other.casefold(): other for other in names}
+    near = difflib.get_close_matches(name.casefold(), names, 1)
+    return names[near[0]] if near else None
 
 
 def meant_beside(path: Path, otherwise: str = "", folder: Path = Path()) -> str:
-    """`meant` of what stands beside a path, relative to a folder, that does not exist."""
-    with suppress(OSError, ValueError):
+    """`meant` of what stands beside a path, relative to a folder, that does not exist, or of what
+    a shell would take it for."""
+    with suppress(OSError, ValueError, RuntimeError):
+        if (whole := path.expanduser()) != path and whole.exists():
+            return f"; did you mean {str(whole)!r}?"
         names = [other.name for other in islice((folder / path).parent.iterdir(), 1000)]
-        if near := difflib.get_close_matches(path.name, names, 1):
-            return f"; did you mean {str(path.with_name(near[0]))!r}?"
+        if near := nearest(path.name, names):
+            return f"; did you mean {str(path.with_name(near))!r}?"
     return otherwise
 
 

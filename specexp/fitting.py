@@ -3,6 +3,7 @@
 Only names and numbers are compared, so that a plan is checked without importing torch.
 """
 
+import os
 import pkgutil
 import re
 from contextlib import suppress
@@ -117,7 +118,7 @@ def split(name: str) -> tuple[str, str]:
     """A model's name without `+int8`, and `+int8` or "". An existing folder with such a name is
     that folder. Raises UserError for `NAME+` followed by anything else."""
     match = re.fullmatch(r"(.+)\+(\w+)", name)
-    if not match or Path(name).is_dir():
+    if not match or os.path.isdir(name):
         return name, ""
     if match[2] != "int8":
         raise UserError(

@@ -53,6 +53,8 @@ def name_of(model: Any) -> str:
 def parse_drafter(drafter: Any) -> tuple[str, str, Any]:
     """Method, argument and object of a drafter; the object is None if the method ships with
     specexp. A model's name alone means `model:NAME`."""
+    if drafter is None:
+        raise UserError("drafter is None: give a name; plain drafts nothing")
     if isinstance(drafter, Drafter):
         return drafter.name, "", drafter
     if isinstance(drafter, nn.Module):

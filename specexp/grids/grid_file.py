@@ -4,7 +4,6 @@ A `Grid` knows which points its file means and the line of each value. It does n
 values mean to models (`grid`).
 """
 
-import difflib
 import itertools
 import math
 import os
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specexp.errors import UserError, meant
+from specexp.errors import UserError, meant, nearest
 from specexp.grids import notebooks, yaml_lines
 from specexp.grids.notebooks import Notebook, Parameter, shown
 from specexp.measure.parameters import PARAMETERS, mentioned
@@ -243,8 +242,8 @@ def _find(grid_file: Path, named: Any) -> Path:
     written = {
         p.name: min((os.path.relpath(p, b) for b in bases), key=len) for p in reversed(beside)
     }
-    near = difflib.get_close_matches(named.rpartition("/")[2], written, 1)
-    hint = f"; did you mean {written[near[0]]!r}?" if near else ""
+    near = nearest(named.rpartition("/")[2], written)
+    hint = f"; did you mean {written[near]!r}?" if near else ""
     raise UserError(f"notebook {named!r:.80} does not exist or is not an .ipynb file{hint}")
 
 
@@ -262,8 +261,8 @@ def _with_checked_values(
 
     def refuse(problem: str, name: str, *where: str | int) -> None:
         wrong(f"{where[0]}.{shown(name)} {problem}", *where)
-        near = difflib.get_close_matches(str(name), parameters, 1) if hints else []
-        left_out.update((name, *near))
+        near = nearest(str(name), parameters) if hints else None
+        left_out.update((name, near or name))
 
     def wrong_seeds(what: str, *where: str | int) -> None:
         wrong(what, *where)

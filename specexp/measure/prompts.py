@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from specexp.errors import UserError, counted, meant, meant_beside
+from specexp.errors import UserError, check_type, counted, meant, meant_beside
 
 if TYPE_CHECKING:
     from specexp.api import Pairing
@@ -77,8 +77,8 @@ def load(
 
     A prompt that is given again is skipped: intervals over prompts need different ones.
 
-    `categories`: use only these; `limit`: at most this many prompts. Raises UserError, which names
-    the file and its broken lines."""
+    `categories`: use only these, or all if there are none; `limit`: at most this many prompts.
+    Raises UserError, which names the file and its broken lines."""
     paths = files(path_or_name)
     if path_or_name in (*NAMES, "all"):
         prompts = [prompt for path in paths for prompt in _read(path)[0]]
@@ -92,13 +92,15 @@ def load(
     )
     source += skipped
     total = len(prompts)
-    if categories is not None:
+    if categories:
         present = {prompt.category: None for prompt in prompts}
         if unknown := [category for category in categories if category not in present]:
             raise UserError(
                 f"no prompts of category {_names(unknown)}; there are {_names(present)}"
             )
         prompts = [prompt for prompt in prompts if prompt.category in categories]
+    if limit is not None:
+        check_type("limit", limit, "int")
     if limit is not None and limit < 1:
         raise UserError(f"limit must be at least 1 prompt, not {limit}")
     chosen = in_turns(prompts)[:limit]
@@ -413,10 +415,11 @@ def _conversation(key: str, messages: Any) -> tuple[str, list[str], list[str]]:
         raise UserError(f"{key} must be a {'string or a ' * (key == 'prompt')}list of messages")
     system, turns, answers = "", list[str](), list[str]()
     for message in messages:
-        speaker = message.get("role", message.get("from"))
+        speaker = str(message.get("role", message.get("from"))).lower()
         content = message.get("content", message.get("value"))
         if isinstance(content, list):  # of parts, some of them images
-            content = "".join(str(part.get("text", "")) for part in content)
+            parts = [p.get("text") or "" if isinstance(p, dict) else p for p in content]
+            content = "".join(parts) if all(isinstance(p, str) for p in parts) else None
         if not isinstance(content, str):
             raise UserError(f"a message of {key} has no text")
         if speaker in USERS and len(turns) == len(answers):

@@ -286,6 +286,9 @@ def _config(source: str, version: Any) -> Any:
     with refusing(what):  # wrong values may raise anything
         servable.check_config_json(described, source)
         kind = described.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING and (heads := layouts.kind_in(folder)):
+            own = f"{layouts.DRAFTED_BY[heads]}:{source}"
+            raise UserError(f"{source} are {heads} heads, not a model: name them as {own}")
         if "auto_map" in described and kind not in transformers.CONFIG_MAPPING:
             raise UserError(
                 f"{source} needs remote code, which is never run; use a model transformers knows"

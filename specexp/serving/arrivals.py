@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specexp.errors import UserError, meant
+from specexp.errors import UserError, meant, meant_beside
 
 COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens", "Total tokens", "Log Type")
 
@@ -91,6 +91,8 @@ def read_csv(path: str | Path, count: int | None = None) -> Arrivals:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             rows = [(reader.line_num, row) for row in reader]
+    except FileNotFoundError:
+        raise UserError(f"there is no trace {str(path)!r}{meant_beside(Path(path))}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as e:
         raise UserError(f"cannot read the trace {path}: {e}") from e
     trace: list[tuple[float, int, int]] = []

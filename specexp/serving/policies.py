@@ -148,7 +148,10 @@ def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> P
             return Fixed(Tree.chain(0))
         if name in PRICED:
             if costs is None:
-                raise UserError(f"policy {name} needs a cost table: specexp profile makes one")
+                raise UserError(
+                    f"policy {name} needs a cost table: pass policies.of({name!r}, costs) of "
+                    "specexp.serving, or use bandit"
+                )
             return Greedy(costs, gammas) if name == "greedy" else Goodput(costs, gammas)
         if name == "bandit":
             return Bandit((0, *gammas))
@@ -156,11 +159,12 @@ def of(name: str | Policy, costs: Costs | None = None, deepest: int = MOST) -> P
             return Fixed(Tree.chain(_gamma(argument, name, deepest)))
         if kind == "threshold":
             gamma, most = argument.split(",")
-            return Table(((0, _gamma(gamma, name, deepest)), (int(most) + 1, 0)))
+            entries = [(0, _gamma(gamma, name, deepest)), (int(most) + 1, 0)]
+            return _named(name, entries)
         if kind == "table":
             pairs = [entry.split("=") for entry in argument.split(",")]
             entries = [(int(rows), _gamma(gamma, name, deepest)) for rows, gamma in pairs]
-            return Table(tuple(sorted(entries)))
+            return _named(name, sorted(entries))
     except ValueError:
         raise UserError(f"policy {name!r} is not well formed: use one of {NAMES}") from None
     if (own := objects.resolve("policy", name)) is not None:
@@ -177,6 +181,13 @@ def _own(thing: Any) -> Policy:
     from specexp import checked  # which imports torch
 
     return checked.policy(thing)
+
+
+def _named(name: str, entries: list[tuple[int, int]]) -> Table:
+    try:
+        return Table(tuple(entries))
+    except UserError as e:
+        raise UserError(f"policy {name!r}: {e}") from None
 
 
 def _gamma(text: str, name: str, deepest: int) -> int:

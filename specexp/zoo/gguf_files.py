@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -29,13 +30,13 @@ def folder_of(path: Path) -> Path | None:
     made when it is first named: a minute for 1B parameters. None if the path is neither.
 
     Raises UserError if the file cannot be read."""
-    if path.is_dir() and not (path / "config.json").is_file():
+    if os.path.isdir(path) and not (path / "config.json").is_file():
         inside = sorted(file for file in path.iterdir() if _is_gguf(file))
         inside = [file for file in inside if not file.name.startswith("mmproj")]  # for images
         if len(inside) > 1 and not PART.search(inside[0].stem):
             raise UserError(f"{path} holds {len(inside)} GGUF files: name one, such as {inside[0]}")
         return folder_of(inside[0]) if inside else None
-    if not (_is_gguf(path) and path.is_file()):
+    if not (_is_gguf(path) and os.path.isfile(path)):
         return None
     if PART.search(path.stem):
         raise UserError(

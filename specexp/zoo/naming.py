@@ -4,16 +4,17 @@ Only texts and folders are looked at, so that a name that stands for nothing is 
 is imported. (One file is more than looked at: a GGUF file's model is made when it is first named.)
 """
 
-import difflib
+import os
 import re
 from pathlib import Path
 
 from specexp import fitting, objects
-from specexp.errors import UserError, meant_beside
+from specexp.errors import UserError, meant_beside, nearest
 from specexp.zoo import gguf_files, packaged, shelf
 
 _DRAFT = re.compile(r"([\w.-]+)-draft-(\d+)")  # as `drafts.folder_of` names it
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_ADDRESS = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([\w.-]+/[\w.-]+)(?:/.*)?")
 # names that people try, and the method that each stands for
 OTHER_NAMES = dict.fromkeys(("null", "none", "off", "never", "baseline"), "plain")
 OTHER_NAMES["lookahead"] = "recycle"
@@ -22,10 +23,12 @@ OTHER_NAMES["lookahead"] = "recycle"
 def locate(name: str) -> str:
     """The folder of a zoo name, a path or a GGUF file, or the hub id itself; a suffix `+int8`
     stays. Raises UserError for a name that is none of them."""
+    if not name:
+        raise UserError("the name of a model is empty: give a zoo name, a folder or a hub id")
     path = Path(name)
     if folder := gguf_files.folder_of(path):
         return str(folder)
-    if path.is_dir():
+    if os.path.isdir(path):
         return str(path.resolve())
     bare, how = fitting.split(name)
     if how:
@@ -37,8 +40,10 @@ def locate(name: str) -> str:
     if draft := _DRAFT.fullmatch(name):
         train = f"specexp zoo train --draft --target {draft[1]} --layers {draft[2]}"
         raise UserError(f"{name} is not here yet: {train}")
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"{name} is a file: give the folder it is in (or a GGUF file)")
+    if address := _ADDRESS.fullmatch(name):
+        raise UserError(f"{name} is an address: give the hub id, {address[1]}")
     if name.startswith((".", "~", "/")) or name.count("/") > 1:
         what = "file" if path.suffix.lower() == ".gguf" else "folder"
         raise UserError(f"there is no {what} {name}{meant_beside(path)}")
@@ -60,14 +65,14 @@ def method_of(drafter: str) -> tuple[str, str] | None:
         return method, ":".join(filter(None, behind))
     if method in fitting.shipped():
         return method, argument
-    if Path(drafter).is_dir() or drafter in {m.name for m in shelf.models()}:
+    if os.path.isdir(drafter) or drafter in {m.name for m in shelf.models()}:
         return "model", drafter
     if objects.is_there("drafter", drafter):
         return None
     methods, missing = fitting.methods(), objects.missing("drafter", drafter)
     others = [n for n in OTHER_NAMES if ":" not in drafter or n == method]  # most take no argument
-    if "/" not in method and (near := difflib.get_close_matches(method, [*methods, *others], 1)):
-        meant = f"did you mean {OTHER_NAMES.get(near[0], near[0])!r}?"
+    if "/" not in method and (near := nearest(method, [*methods, *others])):
+        meant = f"did you mean {OTHER_NAMES.get(near, near)!r}?"
         if missing:
             raise UserError(f"{missing}; {meant}")
         raise UserError(

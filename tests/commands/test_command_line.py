@@ -749,7 +749,7 @@ def test_serve_shows_a_table_and_why_requests_were_refused_in_json_too(
         (["--policy", "table:1=x"], "policy 'table:1=x' is not well formed"),
         (["--load", "closed"], "load 'closed' is not well formed"),
         (["--load", "poisson:-1"], "rate is -1.0"),
-        (["--load", "trace:nowhere.csv"], "cannot read the trace nowhere.csv"),
+        (["--load", "trace:nowhere.csv"], "there is no trace 'nowhere.csv'"),
         (["--rows", "0"], "rows is 0"),
         (["--chunk", "0"], "chunk is 0"),
         (["--queue", "-1"], "queue is -1"),

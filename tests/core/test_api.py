@@ -516,6 +516,7 @@ class Bare(Alternate):
         ({"seed": "a"}, "seed is 'a'; it must be a whole number"),
         ({"seed": 2**63}, "seed is 9223372036854775808, which is too large a number"),
         ({"tree": 3}, "tree is 3; it must be a text"),
+        ({"drafter": None}, "drafter is None: give a name"),
     ],
 )
 def test_invalid_option_of_load_is_refused_by_name(target, tokenizer, options, line):

@@ -110,6 +110,12 @@ ONE = Prompt(1, "mine", ("a b",))
             [Prompt(1, "mine", ("1+1?", "And 2+2?"), ("2",), "Be brief.")],
         ),
         ("mine.jsonl", json.dumps({"prompt": CHAT[1:2]}), [Prompt(1, "mine", ("1+1?",))]),
+        ("mine.jsonl", json.dumps({"prompt": [{"role": "User", "content": "a b"}]}), [ONE]),
+        (  # as a table has it, where each part has every key
+            "mine.jsonl",
+            json.dumps({"prompt": [{"from": "Human", "value": [{"text": None}, {"text": "a b"}]}]}),
+            [ONE],
+        ),
         (
             "mine.json",
             json.dumps([{"conversations": SHARED[:1]}, {"conversations": SHARED}], indent=1),
@@ -236,6 +242,7 @@ def test_bom_carriage_returns_and_blank_lines_are_tolerated(tmp_path: Path) -> N
         ('{"prompt": 7}', "prompt must be a string or a list of messages"),
         ('{"text": ["x"]}', "text must be a string"),
         ('{"messages": [{"role": "user"}]}', "a message of messages has no text"),
+        ('{"messages": [{"role": "user", "content": [7]}]}', "a message of messages has no text"),
         (line(1.5), "question_id"),
         (line(True), "question_id"),
         (line(None), "question_id"),
@@ -284,10 +291,12 @@ def test_missing_prompts_suggest_the_nearest_set(name: str, word: str) -> None:
         load(name)
 
 
-def test_missing_prompts_suggest_a_neighbouring_file(tmp_path: Path) -> None:
+def test_missing_prompts_suggest_a_neighbouring_file(tmp_path, monkeypatch) -> None:
     write(tmp_path, line())
-    with pytest.raises(UserError, match=r"did you mean '.*/question.jsonl'"):
-        load(tmp_path / "questions.jsonl")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for missing in (tmp_path / "Questions.jsonl", "~/question.jsonl"):
+        with pytest.raises(UserError, match=f"did you mean '{tmp_path}/question.jsonl'"):
+            load(missing)
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 5000])

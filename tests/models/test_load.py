@@ -265,7 +265,7 @@ def roformer():
 
 
 def bidirectional():
-    return architectures.build("bert as a decoder of its own")
+    return architectures.build("bert, not a decoder")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -120,11 +120,11 @@ def test_named_policies_are_cut_to_the_drafter():
         ("table:1=2=3", "not well formed"),
         ("table:1=2,", "not well formed"),
         ("table:1=9", "drafts 9 tokens; use 0 to 5 here"),
-        ("table:1=5,1=3", r"numbers of rows are \[1, 1\]: name each once"),
+        ("table:1=5,1=3", r"policy 'table:1=5,1=3': numbers of rows are \[1, 1\]: name each once"),
         ("table:-2=5,1=3", r"rows are \[-2, 1\]: name each once, rising, from 0"),
         ("threshold:5,-3", r"rows are \[0, -2\]"),
-        ("goodput", "needs a cost table: specexp profile"),
-        ("greedy", "needs a cost table: specexp profile"),
+        ("goodput", r"needs a cost table: pass policies.of\('goodput', costs\)"),
+        ("greedy", "needs a cost table"),
     ],
 )
 def test_bad_policy_name_is_one_line(name, said):

@@ -135,7 +135,7 @@ OWN: dict[str, dict[str, Any]] = {
 ALL = CONTEXT  # a window of the whole context is none
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("mpt", {"max_seq_len": CONTEXT, "d_model": 32, "n_heads": 4, "n_layers": 4}),
-    "bert as a decoder of its own": ("bert", {"is_decoder": False}),
+    "bert, not a decoder": ("bert", {"is_decoder": False}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
     "mixtral, no window": ("mixtral", {"sliding_window": None}),
     "minimax, no window": ("minimax", {"sliding_window": None}),

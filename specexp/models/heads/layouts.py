@@ -11,7 +11,7 @@ import json
 import re
 import zipfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,6 +164,13 @@ def read(source: str | Path) -> Head:
     config = config | inner if isinstance(inner, dict) else config
     renamed = {ours: shapes[name] for ours, name in names.items()}
     return Head(kind, str(source), config, renamed, file, names)
+
+
+def kind_in(folder: Path) -> str | None:
+    """The kind of the heads in a folder; None if it is none, or holds none."""
+    with suppress(UserError):
+        return read(folder).kind if folder.is_dir() else None
+    return None
 
 
 def medusa_size(head: Head) -> tuple[int, int]:
