@@ -18,9 +18,6 @@ app = typer.Typer(cls=Group, help="Run grids of experiment notebooks.", no_args_
 FILES = typer.Argument(help="Grid files (YAML).", metavar="FILE")
 ONLY = own("Only points with these values, such as gamma=3 or drafter=ngram,suffix; repeatable.")
 YES = own("Do not ask for confirmation of very many points.", False)
-TOGETHER = own(
-    "Run timed points side by side too. Their timings are rough and count as other results.", False
-)
 
 
 def _points(
@@ -60,7 +57,10 @@ def run(
         "HOST:6379, ray://HOST:10001 or auto (the one running here).",
         "here",
     ),
-    together: bool = TOGETHER,
+    together: bool = own(
+        "Run timed points side by side too. Their timings are rough and count as other results.",
+        False,
+    ),
     retry_failed: bool = own("Run failed points again.", False),
     force: bool = own("Run finished points again; old results are kept.", False),
     fresh: bool = own("Start every kernel from scratch instead of forking (slower).", False),
@@ -92,7 +92,7 @@ def run(
 def status(
     files: list[Path] = FILES,
     only: list[str] | None = ONLY,
-    together: bool = TOGETHER,
+    together: bool = own("Show the results of `grid run --together`.", False),
     yes: bool = YES,
 ) -> None:
     """Show which points are done, running, failed or to run, and an estimate of the time left.

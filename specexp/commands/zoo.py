@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,6 +100,8 @@ def train(
         raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")
     if not draft and (layers, minutes) != (None, None):
         raise UserError("--layers and --minutes belong to --draft: add it")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise UserError(f"--minutes is {minutes:g}; it must be positive and finite")
     if heads is not None:
         recipes.insist_on_heads(heads)
         if text is not None and not text.is_file():

@@ -1,10 +1,11 @@
 """Draft with a smaller LM that has a different tokenizer, using the tokens that both share.
 
 (Token-level intersection: Timor et al. 2025, Accelerating LLM inference with lossless speculative
-decoding for heterogeneous vocabularies, section 3.3.) The draft model keeps its own copy of the
-sequence, in its own tokens. A shared token is one token there too; any other is re-tokenized into
-up to `_LONGEST` pieces. Draft tokens are sampled from the draft model's distribution restricted to
-the shared tokens. The rule is given this restricted q, so every exact rule stays exact.
+decoding algorithms for heterogeneous vocabularies, arXiv 2502.05202.) The draft model keeps its own
+copy of the sequence, in its own tokens. A shared token is one token there too; any other is
+re-tokenized into up to `_LONGEST` pieces. Draft tokens are sampled from the draft model's
+distribution restricted to the shared tokens. The rule is given this restricted q, so every exact
+rule stays exact.
 """
 
 from dataclasses import replace

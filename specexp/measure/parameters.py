@@ -143,8 +143,8 @@ PARAMETERS: dict[str, Parameter] = {
     "repeats": Parameter("int", "repeats of the whole measurement", _least(1)),
     "force": Parameter("bool", "measure costs again even if they are stored"),
     # requests under load
-    "policy": Parameter("str", "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit",
-                        default="goodput"),
+    "policy": Parameter("str",
+        "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit"),
     "policies": Parameter("list", "other policies besides plain", each="policy"),
     "streams": Parameter("list", "concurrent requests in the closed loops", _least(1), empty=False),
     "turns": Parameter("int", "turns of each closed loop, over which its intervals are taken",

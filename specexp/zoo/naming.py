@@ -54,6 +54,8 @@ def method_of(drafter: str) -> tuple[str, str] | None:
     """Method and argument of a drafter; None for code of one's own, which is not imported. A
     model's name alone means `model:NAME`, and `lookup` alone `lookup:model`. Raises UserError for a
     name that no drafter has."""
+    if not drafter:
+        raise UserError("the name of a drafter is empty: `model` is the zoo's draft for the target")
     method, _, argument = drafter.partition(":")
     if method == "lookup":
         behind = method_of(argument or "model") or (argument, "")

@@ -1011,6 +1011,7 @@ def test_check_rejects_policy_deeper_than_its_drafter():
         ({"target": "TARGET-10M"}, "no zoo model is called 'TARGET-10M'; did you mean 'target-1"),
         ({"target": "target-10m", "drafter": "SIBLING-3M"},
          "called 'SIBLING-3M'; did you mean 'sibling-3m'?"),
+        ({"target": "target-10m", "drafter": ""}, "the name of a drafter is empty"),
         ({"target": "target-10m", "drafter": "Suffix"},
          "drafter 'Suffix' is unknown; did you mean 'suffix'?"),
         ({"target": "target-10m", "drafter": "target-10m-medusa"},
