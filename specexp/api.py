@@ -142,7 +142,7 @@ class Pairing:
         Both take turns on every prompt, one stream at a time; prefill is not timed.
 
         Args:
-            prompts: Texts. The interval is over prompts: few give a wide one, one gives none.
+            prompts: Texts. The interval is over prompts: few give a wide one.
             max_new_tokens: Tokens per prompt.
             repeats: How often every prompt is timed.
 

@@ -244,8 +244,10 @@ def problems_of_values(params: Mapping[str, Any]) -> Iterator[Problem]:
             continue
         if value == [] and not parameter.empty:
             yield Problem(f"{name} is empty; give at least one", (name,))
-        own = parameter.each or name
-        for item in value if isinstance(value, list) else [value]:
+        own, items = parameter.each or name, value if isinstance(value, list) else [value]
+        for item in (x for i, x in enumerate(items) if x in items[:i]):  # intervals would narrow
+            yield Problem(f"{name} holds {item} twice; leave one out", (name,))
+        for item in items:
             if parameter.each and not isinstance(item, _TYPES[PARAMETERS[own].type]):
                 continue
             try:

@@ -24,4 +24,5 @@ def insist(names: Sequence[str], options: dict[str, Any]) -> None:
     ]
     batches = options.get("batches", [1])
     most = max(MAX_BATCH, min(batches))  # rows of the largest batch that generates
-    parameters.insist(options | {"batches": [min(b, most) for b in batches]}, None, problems)
+    sizes = sorted({min(batch, most) for batch in batches})
+    parameters.insist(options | {"batches": sizes}, None, problems)
