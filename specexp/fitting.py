@@ -62,6 +62,11 @@ def behind(method: str, argument: str) -> tuple[str, str]:
     return (name, own) if method == "lookup" else (method, argument)
 
 
+def whole(text: str) -> int:
+    """The whole number of 1 or more that a text is, written in digits alone; else 0."""
+    return int(text) if re.fullmatch(r"[1-9][0-9]{0,8}", text) else 0
+
+
 def limits_of(method: str, argument: str, layers: int) -> Limits | None:
     """The limits of a drafter that ships with specexp, except those that its heads set. None if the
     drafter itself must be asked, or refuses the argument. layers: of the target."""
@@ -74,7 +79,7 @@ def limits_of(method: str, argument: str, layers: int) -> Limits | None:
     with suppress(ValueError):
         if method == "planted" and 0 <= float(argument.partition(",")[0] or 0.8) <= 1:
             return Limits()
-        if method in numbered and (number := int(argument or numbered[method])) > 0:
+        if method in numbered and (number := whole(argument or str(numbered[method]))):
             if method == "early_exit":
                 return Limits(draws=True) if number < layers else None
             return Limits(widest=number) if method == "recycle" else Limits()

@@ -165,7 +165,7 @@ def _transformers(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 def _match(argument: str) -> int:
     """The longest match of `ngram:N`; of another method's argument nothing is meant by it."""
-    return int(argument) if argument.isdigit() else fitting.DEFAULTS["ngram"]
+    return fitting.whole(argument) or fitting.DEFAULTS["ngram"]
 
 
 def _no() -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specexp import objects
 from specexp.errors import UserError, counted, warn_once
-from specexp.fitting import DEFAULTS, Limits
+from specexp.fitting import DEFAULTS, Limits, whole
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
@@ -156,16 +156,12 @@ class Request:
         """The argument, or `default`, or that of `fitting.DEFAULTS`, if there is none. Raises
         UserError unless it is 1 or more."""
         default = default or DEFAULTS[self.method]
-        try:
-            value = int(self.argument or default)
-        except ValueError:
-            value = 0
-        if value < 1:
-            raise UserError(
-                f"drafter {self.method}:{self.argument}: give a whole number of 1 or more, such as "
-                f"{self.method}:{default}"
-            )
-        return value
+        if value := whole(self.argument or str(default)):
+            return value
+        raise UserError(
+            f"drafter {self.method}:{self.argument}: give a whole number of 1 or more, such as "
+            f"{self.method}:{default}"
+        )
 
 
 @dataclass(frozen=True)

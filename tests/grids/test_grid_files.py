@@ -1013,6 +1013,8 @@ def test_check_rejects_policy_deeper_than_its_drafter():
         ({"target": "target-10m", "drafter": "SIBLING-3M"},
          "called 'SIBLING-3M'; did you mean 'sibling-3m'?"),
         ({"target": "target-10m", "drafter": ""}, "the name of a drafter is empty"),
+        ({"target": "target-10m", "drafter": "ngram: 5"}, "give a whole number of 1 or more"),
+        ({"target": "target-10m", "drafter": "early_exit:+4"}, "give a whole number of 1 or more"),
         ({"target": "target-10m", "drafter": "Suffix"},
          "drafter 'Suffix' is unknown; did you mean 'suffix'?"),
         ({"target": "target-10m", "drafter": "target-10m-medusa"},
