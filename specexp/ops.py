@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from specexp.errors import UserError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 KERNELS = {"cpu": "specexp.fast.cpu.ops", "cuda": "specexp.fast.gpu.ops"}  # modules, by device
@@ -64,7 +66,15 @@ def kernel(
 
 def fast() -> bool:
     """Whether anything but references may run: SPECEXP_FAST is not `off`."""
-    return os.environ.get("SPECEXP_FAST") != "off"
+    return not switched_off("SPECEXP_FAST")
+
+
+def switched_off(name: str) -> bool:
+    """Whether this environment variable is `off`. Raises UserError for a value that only seems to
+    switch something off, such as 0."""
+    if (value := os.environ.get(name, "")) not in ("", "on", "off"):
+        raise UserError(f"{name} is {value!r}, which switches nothing: use off, or leave it unset")
+    return value == "off"
 
 
 def forget() -> None:

@@ -32,7 +32,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line. Each problem of the input is one line on stderr, with exit code 2."""
     if root := os.environ.get("SPECEXP_MLRUNS"):  # kernels run in other folders
-        os.environ["SPECEXP_MLRUNS"] = os.path.abspath(root)
+        os.environ["SPECEXP_MLRUNS"] = os.path.abspath(os.path.expanduser(root))
     guard()
     try:
         app(prog_name="specexp")

@@ -7,7 +7,6 @@ whose result cannot change are left out. A recording is discarded if an operatio
 the host, or has shapes that depend on values; the round then keeps running operation by operation.
 """
 
-import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from specexp.fast.cpu import build
 from specexp.fast.cpu.passes import Native
 from specexp.fast.recordings import Recordings
 from specexp.models.lm import LM
-from specexp.ops import kernel
+from specexp.ops import kernel, switched_off
 from specexp.recording import Recorder, Reports, reaches_host, recorder_for
 
 T = TypeVar("T")
@@ -211,7 +210,7 @@ def changing(steps: Sequence[Step]) -> Iterator[Step]:
 def replays_for(target: LM) -> Recorder:
     """The recorder of an engine on a CPU: one that replays, if the target's passes are compiled and
     SPECEXP_GRAPHS is not `off`; else NotImplemented."""
-    if os.environ.get("SPECEXP_GRAPHS") == "off" or not isinstance(target.net, Native):
+    if switched_off("SPECEXP_GRAPHS") or not isinstance(target.net, Native):
         return NotImplemented
     return Recordings(CpuTape())
 

@@ -6,7 +6,6 @@ a capture fails, a warning says why, and the function runs operation by operatio
 SPECEXP_GRAPHS=off turns graphs off.
 """
 
-import os
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
@@ -20,7 +19,7 @@ from specexp.errors import first_line
 from specexp.fast.recordings import Recordings, Refused, memory_of
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM, fill
-from specexp.ops import kernel
+from specexp.ops import kernel, switched_off
 from specexp.recording import Recorder, Reports, recorder_for
 from specexp.sequences import Sequences
 
@@ -84,7 +83,7 @@ _tape = cache(CudaTape)  # one for each device
 
 def on(device: torch.device) -> Recordings | None:
     """A new recorder by CUDA graphs; None on a CPU, or with SPECEXP_GRAPHS=off."""
-    if device.type != "cuda" or os.environ.get("SPECEXP_GRAPHS") == "off":
+    if device.type != "cuda" or switched_off("SPECEXP_GRAPHS"):
         return None
     return Recordings(_tape(device))
 

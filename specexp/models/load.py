@@ -160,7 +160,7 @@ def _refusing(name: str, module: Any) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        if isinstance(e, torch.OutOfMemoryError) or ran_out(str(e)):
+        if isinstance(e, torch.OutOfMemoryError | UserError) or ran_out(str(e)):
             raise
         seen = f"in {module.dtype} it fails over a tree: {first_line(e)}"
         raise _unservable(name, module, seen, e) from e

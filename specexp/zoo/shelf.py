@@ -79,6 +79,7 @@ def store() -> Path:
 
 @cache
 def _whole(variable: str, folder: Path) -> Path:
+    folder = Path(os.path.expanduser(folder))
     if not folder.is_absolute():
         raise UserError(
             f"{variable} is {str(folder)!r}, which is a different folder for every notebook: "

@@ -517,11 +517,13 @@ class Bare(Alternate):
         ({"seed": 2**63}, "seed is 9223372036854775808, which is too large a number"),
         ({"tree": 3}, "tree is 3; it must be a text"),
         ({"drafter": None}, "drafter is None: give a name"),
+        ({"target": "random-tiny", "drafter": "ngram", "dtype": ""}, "dtype '' is unknown"),
     ],
 )
 def test_invalid_option_of_load_is_refused_by_name(target, tokenizer, options, line):
+    usual = {"target": target, "drafter": Echo(), "gamma": 3, "tokenizer": tokenizer}
     with pytest.raises(UserError) as refused:
-        specexp.load(target, **{"drafter": Echo(), "gamma": 3, "tokenizer": tokenizer} | options)
+        specexp.load(**usual | options)
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -19,8 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import specexp
 from specexp import ops
 from specexp.engine import Engine
+from specexp.errors import UserError
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused, fastest_agreeing
@@ -282,6 +284,16 @@ def test_out_of_memory_while_fusing_is_raised(monkeypatch):
     monkeypatch.setattr(Fused, "__call__", out)
     with pytest.raises(torch.OutOfMemoryError):
         of_module(made("llama"))
+
+
+@pytest.mark.parametrize("switch", ["FAST", "NATIVE", "GRAPHS"])
+def test_switch_with_another_value_than_off_is_refused(monkeypatch, switch):
+    monkeypatch.setenv(f"SPECEXP_{switch}", "0")
+    ops.forget()
+    with pytest.raises(UserError, match=f"^SPECEXP_{switch} is '0', which switches nothing: use"):
+        specexp.load("random-tiny", drafter="ngram")
+    monkeypatch.undo()
+    ops.forget()
 
 
 def test_fast_off_leaves_every_network_unfused(monkeypatch):

@@ -60,6 +60,8 @@ def test_installed_package_says_how_to_get_the_zoo(tmp_path, monkeypatch):
     monkeypatch.delenv("SPECEXP_MLRUNS")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert shelf.store() == tmp_path / "specexp" / "mlruns"
+    monkeypatch.setenv("SPECEXP_MLRUNS", "~/runs")  # as a file of settings has it, not a shell
+    assert shelf.store() == tmp_path / "runs"
 
 
 @pytest.mark.parametrize("moves", [0, 1])

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from specexp.fast.private import code_folder, private
+from specexp.ops import switched_off
 
 log = logging.getLogger("specexp")
 
@@ -133,7 +134,7 @@ def uncompiled() -> list[Path]:
 
 
 def off() -> bool:
-    return os.environ.get("SPECEXP_NATIVE") == "off"
+    return switched_off("SPECEXP_NATIVE")
 
 
 @cache

@@ -7,7 +7,6 @@ returns NotImplemented for others, so that the reference runs. Without compiled 
 kernel here is used.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from ctypes import c_int64
 from functools import partial
@@ -37,7 +36,7 @@ PLAIN = (Tensor, torch.nn.Parameter)  # the memory of a tensor of another class 
 
 def state() -> str:
     """In words, which kernels run on this CPU."""
-    off = os.environ.get("SPECEXP_GRAPHS") == "off"
+    off = ops.switched_off("SPECEXP_GRAPHS")
     return build.state() + ", rounds are not replayed (SPECEXP_GRAPHS=off)" * off
 
 

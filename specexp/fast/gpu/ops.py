@@ -8,7 +8,6 @@ Triton and, after a warning that says why, where Triton or the GPU fails to run 
 
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from functools import cache, wraps
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from specexp.fast import cuda_graphs, fused, fused_block, fused_eagle, lighter
 from specexp.fast.private import keep_triton
 from specexp.models import lm
 from specexp.models.cache import Slots, store
-from specexp.ops import kernel
+from specexp.ops import kernel, switched_off
 from specexp.sampling import Noise, Sampling, likeliest, ranked
 from specexp.sequences import Sequences
 from specexp.tree import Tree
@@ -50,7 +49,7 @@ def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def triton_runs() -> bool:
     """Whether Triton's kernels run here; False with SPECEXP_NATIVE=off."""
-    return os.environ.get("SPECEXP_NATIVE") != "off" and _tried()
+    return not switched_off("SPECEXP_NATIVE") and _tried()
 
 
 @cache
@@ -133,7 +132,7 @@ def network(module: Any, name: str, vocab: int) -> lm.Network:
 
 def state() -> str:
     """In words, which kernels run on this GPU."""
-    off = os.environ.get("SPECEXP_GRAPHS") == "off"
+    off = switched_off("SPECEXP_GRAPHS")
     kernels = "Triton's kernels" if triton_runs() else "no Triton"
     graphs = "no CUDA graphs (SPECEXP_GRAPHS=off)" if off else "CUDA graphs"
     return f"joined matrices, {kernels}, {graphs}"
