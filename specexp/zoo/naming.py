@@ -44,8 +44,8 @@ def locate(name: str) -> str:
         raise UserError(f"{name} is a file: give the folder it is in (or a GGUF file)")
     if address := _ADDRESS.fullmatch(name):
         raise UserError(f"{name} is an address: give the hub id, {address[1]}")
-    if name.startswith((".", "~", "/")) or name.count("/") > 1:
-        what = "file" if path.suffix.lower() == ".gguf" else "folder"
+    what = "file" if path.suffix.lower() == ".gguf" else "folder"
+    if what == "file" or name.startswith((".", "~", "/")) or name.count("/") > 1:
         raise UserError(f"there is no {what} {name}{meant_beside(path)}")
     return name if _HUB_ID.fullmatch(name) else str(shelf.find(name))
 

@@ -1007,6 +1007,7 @@ def test_check_rejects_policy_deeper_than_its_drafter():
         ({"target": "./nowhere"}, "there is no folder ./nowhere"),
         ({"target": "models/of/mine"}, "there is no folder models/of/mine"),
         ({"target": ""}, "the name of a model is empty"),
+        ({"target": "mine.GGUF"}, "there is no file mine.GGUF"),
         ({"target": "a" * 5000}, "no zoo model is called"),
         ({"target": "https://huggingface.co/Qwen/Qwen3-8B/tree/main"}, "give the hub id, Qwen/Qw"),
         ({"target": "TARGET-10M"}, "no zoo model is called 'TARGET-10M'; did you mean 'target-1"),
