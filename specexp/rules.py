@@ -243,7 +243,9 @@ def of(rule: Any) -> Rule:
         rule = objects.construct("rule", rule.__name__, rule)
     about = f"rule {type(rule).__name__}"
     if missing := [part for part in _PARTS if not hasattr(rule, part)]:
-        raise UserError(f"{about} has no {', '.join(missing)}: subclass specexp.Rule")
+        raise UserError(
+            f"{about} has no {', '.join(missing)}: give a name, or subclass specexp.Rule"
+        )
     if not callable(rule) or type(rule).__call__ is Rule.__call__:
         raise UserError(f"{about} has no __call__(self, draft, p, rng): define it (specexp.Rule)")
     objects.check_takes(f"{about}: __call__", rule, "draft, p, rng")

@@ -19,7 +19,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import ArrayLike
 
-from specexp.errors import UserError
+from specexp.errors import UserError, check_type
 
 BEYOND = 1.15  # a speedup above this multiple of the acceptance length is not credible
 MISSED = 3.0  # nor is a speedup that is off its prediction by this factor
@@ -171,6 +171,8 @@ def doubts(
 
 
 def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:
+    for name, value in (("alpha", alpha), ("cost", cost)):
+        check_type(name, value, "float")
     if not 0 <= alpha <= 1:
         raise UserError(f"alpha is a probability, between 0 and 1, not {alpha}")
     if not isinstance(gamma, int | np.integer) or not 0 <= gamma <= LONGEST:
@@ -181,7 +183,10 @@ def _check(alpha: float = 0.0, gamma: int = 0, cost: float = 0.0) -> None:
 
 def _distributions(name: str, values: ArrayLike) -> np.ndarray:
     """Distributions [..., V] in float64. Raises UserError for anything else."""
-    array = np.asarray(values, dtype=np.float64)
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} is {values!r:.40}; it must hold numbers") from None
     if array.ndim == 0 or array.size == 0:
         raise UserError(f"{name} must be probabilities [..., V], not of shape {array.shape}")
     # NaN fails both comparisons

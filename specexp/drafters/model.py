@@ -157,7 +157,7 @@ def causal_config(module: Any, about: str) -> Any:
     ):
         raise UserError(
             f"{about} is of type {type(module).__name__}: give a transformers causal LM, such as "
-            "AutoModelForCausalLM.from_pretrained(...)"
+            "AutoModelForCausalLM.from_pretrained(...), or a name as text"
         )
     return module.config.get_text_config()
 

@@ -48,8 +48,9 @@ def with_plain(
     """Raises UserError without a prompt or a repeat, or if prompts do not fit the context."""
     if not texts:
         raise UserError("no prompts given; pass at least one")
-    if repeats < 1:
-        raise UserError(f"repeats is {repeats}; it must be 1 or more")
+    for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; it must be 1 or more")
     numbers = {text: number for number, text in enumerate(dict.fromkeys(texts), 1)}
     prompts = [Prompt(numbers[text], "given", (text,)) for text in texts]
     arms = {pairing.drafter: pairing}

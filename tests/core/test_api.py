@@ -566,6 +566,7 @@ def test_invalid_change_of_a_variant_is_refused(load, change, line):
         (lambda pair: pair.compare_with_plain(3), "prompts is 3; it must be a text or a list"),
         (lambda pair: pair.compare_with_plain("a", "4"), "max_new_tokens is '4'; it must"),
         (lambda pair: pair.compare_with_plain("a", 4, 0), "repeats is 0; it must be 1 or more"),
+        (lambda pair: pair.compare_with_plain("a", 0), "max_new_tokens is 0; it must be 1 or more"),
     ],
 )
 def test_invalid_prompts_and_counts_are_refused(load, call, line):

@@ -201,6 +201,9 @@ def test_simulated_accept_rule_yields_predicted_tokens(gamma: int) -> None:
         (lambda: alpha_of([0.5, math.nan], [0.5, 0.5]), "p must hold"),
         (lambda: alpha_of([], []), "of shape"),
         (lambda: alpha_of(1.0, 1.0), "of shape"),
+        (lambda: alpha_of("half", [1.0]), "p is 'half'; it must hold numbers"),
+        (lambda: predict("0.5", 4, 0.1), "alpha is '0.5'; it must be a number"),  # type: ignore[arg-type]
+        (lambda: predict(True, 4, 0.1), "alpha is True; it must be a number"),
     ],
 )
 def test_theory_rejects_bad_input_in_one_line(call: object, word: str) -> None:
