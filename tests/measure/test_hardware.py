@@ -221,7 +221,7 @@ def test_clock_of_compiled_passes(pairing, monkeypatch):
 
 
 def test_watched_rounds_split_cuda_graphs(pairing):
-    engine, ids = taped(pairing.with_(gamma=1).engine), pairing.encode([PROMPTS[0].text])
+    engine, ids = taped(pairing.apart().with_(gamma=1).engine), pairing.encode([PROMPTS[0].text])
     clean = engine.generate(ids, 30)
     assert set(engine.recorder.tape.recorded) == {"round"}
     clock = PhaseClock(engine.target.device)
