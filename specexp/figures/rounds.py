@@ -48,8 +48,9 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
 
 
 def _label(text: str) -> str:
-    """A token as a label, without spaces at its end."""
-    return cut(symbols(text).rstrip() or "␣")
+    """A token as a label, without spaces at its end; fonts have no control characters."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in symbols(text))
+    return cut(shown.rstrip() or "␣")
 
 
 def trees(edges: pd.DataFrame) -> Figure:

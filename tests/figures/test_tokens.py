@@ -6,6 +6,7 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import pandas as pd
+import pytest
 from matplotlib.colors import to_rgb
 from support.questions import PROMPTS
 
@@ -103,6 +104,7 @@ def test_a_strip_of_two_rounds_can_be_read(pairing, monkeypatch):
     assert len(figure.axes[0].get_yticks()) == 2
 
 
+@pytest.mark.filterwarnings("error:Glyph")
 def test_a_strip_has_a_cell_for_every_token(pairing):
     output = pairing.generate("def mean(values):", 12)
     [axes] = (figure := figures.rounds.strip(output)).axes
