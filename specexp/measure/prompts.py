@@ -101,8 +101,8 @@ def load(
         prompts = [prompt for prompt in prompts if prompt.category in categories]
     if limit is not None:
         check_type("limit", limit, "int")
-    if limit is not None and limit < 1:
-        raise UserError(f"limit must be at least 1 prompt, not {limit}")
+        if limit < 1:
+            raise UserError(f"limit must be at least 1 prompt, not {limit}")
     chosen = in_turns(prompts)[:limit]
     of_own = path_or_name not in (*NAMES, "all") and len(chosen) < total
     return Prompts(chosen, f" (of {total})" * of_own + source)

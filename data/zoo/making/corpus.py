@@ -70,7 +70,8 @@ def gather(
     seen: set[str] = set()  # a few docstrings occur in several files
     used = 0  # sources
     for side, held in (("train", False), ("held", True)):
-        mine = [t for kind in kinds for t in [t for t in kind if is_held_out(t) == held][:limit]]
+        here = [[text for text in kind if is_held_out(text) == held][:limit] for kind in kinds]
+        mine = [text for kind in here for text in kind]
         used += len(mine)
         code = _unique(piece for text in mine for piece in pieces(text))
         prose = _unique(passage for text in mine for passage in passages(text))
