@@ -78,7 +78,8 @@ class Group(_Page, TyperGroup):
 
 
 class Command(_Page, TyperCommand):
-    """A command that suggests the option for an argument that stands without one."""
+    """A command that suggests the option for an argument that stands without one, and knows a home
+    folder where a shell does not (`--out=~/table.csv`)."""
 
     allow_extra_args = True  # checked here
 
@@ -89,6 +90,9 @@ class Command(_Page, TyperCommand):
                 option = "--prompts"
             instead = f"did you mean {option} {words}?" if option else "leave it out"
             raise UserError(f"{ctx.command_path} takes no argument such as {words}: {instead}")
+        for name, value in ctx.params.items():
+            if isinstance(value, Path):
+                ctx.params[name] = Path(os.path.expanduser(value))
         return super().invoke(ctx)
 
 

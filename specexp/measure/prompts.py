@@ -261,12 +261,14 @@ def _read(path: Path) -> tuple[list[Prompt], str]:
 
 
 def _bytes(path: Path) -> bytes:
+    shipped = f"shipped are {', '.join(NAMES)}, all"
     try:
         return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except FileNotFoundError:
-        shipped = meant_beside(path, f"; shipped are {', '.join(NAMES)}, all")
-        near = meant(str(path), [*NAMES, "all"], shipped)
+        near = meant(str(path), [*NAMES, "all"], meant_beside(path, f"; {shipped}"))
         raise UserError(f"no prompts at {path}{near}") from None
+    except IsADirectoryError:  # other folders have been read by now
+        raise UserError(f"no prompts are named: give a file or a folder; {shipped}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read prompts from {str(path)!r}: {reason}") from None

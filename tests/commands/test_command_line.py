@@ -744,6 +744,14 @@ def test_serve_shows_a_table_and_why_requests_were_refused_in_json_too(
     assert all("the queue is full: 1" in note for note in notes)
 
 
+def test_a_path_behind_an_equals_sign_knows_the_home_folder(run, tmp_path, monkeypatch):
+    """Most shells expand `--out ~/x` but not `--out=~/x`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, err = run("serve", "--out=~/steps.png")
+    assert code == 2
+    assert f"{tmp_path}/steps.png would be overwritten" in err
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -291,6 +291,11 @@ def test_missing_prompts_suggest_the_nearest_set(name: str, word: str) -> None:
         load(name)
 
 
+def test_an_empty_name_of_prompts_says_which_there_are() -> None:
+    with pytest.raises(UserError, match="no prompts are named: .*; shipped are code, prose"):
+        load("")
+
+
 def test_missing_prompts_suggest_a_neighbouring_file(tmp_path, monkeypatch) -> None:
     write(tmp_path, line())
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -89,7 +89,7 @@ def results() -> str:
 def real() -> str:
     """A pretrained model: the speedup of its drafters."""
     file = load("real")
-    device = file["device"].replace("shared AMD ", "").removesuffix(" without AVX512")
+    device = file["device"].replace("shared ", "").removesuffix(" with AMX")
     each = [
         f"`{run['drafter']}` {run['speedup/measured']:.2f}x "
         f"[{run['speedup/ci_low']:.2f}, {run['speedup/ci_high']:.2f}]"

@@ -7,11 +7,17 @@
 #endif
 
 // At most TALL rows of x and BROAD rows of w are multiplied at once, with their sums in registers.
-// ALONE: how many rows of float w are read side by side for one row of x.
 #ifdef __AVX512F__
-constexpr int TALL = 6, BROAD = 4, ALONE = 1;
+constexpr int TALL = 6, BROAD = 4;
 #else
-constexpr int TALL = 3, BROAD = 4, ALONE = BROAD;
+constexpr int TALL = 3, BROAD = 4;
+#endif
+// How many rows of float w are read side by side for one row of x: AMD's processors, which alone
+// have SSE4A, read memory fastest in its order, Intel's if several rows are prefetched.
+#if defined(__AVX512F__) && defined(__SSE4A__)
+constexpr int ALONE = 1;
+#else
+constexpr int ALONE = BROAD;
 #endif
 constexpr int AHEAD = 1 << 14; // weights are prefetched so many bytes before they are used
 #ifdef __AVX__
@@ -34,8 +40,9 @@ static inline void add_products(vec &sums, __m512bh a, __m512bh b) {
 static inline vec load_step(const bfloat16 *p) { return load(p); }
 #endif
 static inline void add_products(vec &sums, vec a, vec b) { sums += a * b; }
-// How many rows of weights are read side by side for M tokens. Memory is read fastest one row after
-// the other, unless multiplying takes longer: with many tokens, or if weights are first made float.
+// How many rows of weights are read side by side for M tokens. Memory is often read fastest one row
+// after the other, unless multiplying takes longer: with many tokens, or if weights are first made
+// float.
 template <typename num, int M>
 constexpr int ABREAST = STEP<num> * sizeof(num) < sizeof(vec) ? BROAD
                         : STEP<num> == LANES                  ? (M == 1 ? ALONE : BROAD)
