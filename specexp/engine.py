@@ -191,9 +191,9 @@ class Engine:
             UserError: a prompt does not fit the context, or memory is short.
             NonFiniteLogits: a model produced NaN or infinite logits.
         """
-        known = self.target.config.vocab_size  # prompts may hold tokens that it never emits
+        vocab = self.target.config.vocab_size  # prompts may hold tokens that it never emits
         for number, prompt in enumerate(prompts, 1):
-            token_ids(prompt, f"prompt {number}", known)
+            token_ids(prompt, f"prompt {number}", vocab)
         check_type("max_new_tokens", max_new_tokens, "int")
         for stream in streams or ():
             check_type("a stream", stream, "int")

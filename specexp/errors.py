@@ -128,8 +128,8 @@ def first_line(e: BaseException) -> str:
 def ran_out(message: str) -> bool:
     """Whether this is the message of a RuntimeError that torch raises when memory runs out: on a
     CPU, by an allocator or a driver of a GPU, or by cuBLAS."""
-    said = "not enough memory", "can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED"
-    return any(words in message for words in said)
+    phrases = "not enough memory", "can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED"
+    return any(words in message for words in phrases)
 
 
 def meant(name: str, names: Iterable[str], otherwise: str = "") -> str:

@@ -168,9 +168,9 @@ def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
         text = tokenizer.apply_chat_template(
             messages, chat_template=template, add_generation_prompt=True, tokenize=False
         )
-    if (said := messages[-1]["content"].strip()) not in text:
+    if (last := messages[-1]["content"].strip()) not in text:
         raise UserError(
-            f"the target's chat template leaves out what the user says, {said!r:.40}: it is not "
+            f"the target's chat template leaves out what the user says, {last!r:.40}: it is not "
             "for messages of text"
         )
     tokens = load.tokens_of(tokenizer, text, add_special_tokens=False)

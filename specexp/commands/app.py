@@ -46,8 +46,8 @@ def main() -> None:
     except RuntimeError as e:
         if not ran_out(str(e)):
             raise
-        said = ". ".join(first_line(e).split(". ")[:2]).rstrip(".")
-        complain("out of memory", f"{said}: use a smaller batch, fewer tokens or a smaller model")
+        reason = ". ".join(first_line(e).split(". ")[:2]).rstrip(".")
+        complain("out of memory", f"{reason}: use a smaller batch, fewer tokens or a smaller model")
         sys.exit(1)
     except OSError as e:
         from specexp.grids import runner

@@ -50,23 +50,23 @@ def check(
     server, other = Server(url), Server(plain) if plain else None
     pairing = api.load(**options)
     texts = questions.in_chat(questions.load(prompts, limit=limit), pairing, max_new_tokens, chat)
-    found = checking.check(server, pairing, texts, max_new_tokens, other)
+    result = checking.check(server, pairing, texts, max_new_tokens, other)
     if out:
-        found.samples.to_csv(out, index=False)
+        result.samples.to_csv(out, index=False)
     if as_json:
         opt.say(opt.json_text({
             "engine": server.kind, "model": server.model, "drafter": pairing.drafter,
-            "gamma": pairing.options["gamma"], "findings": found.lines(),
-            "positions": found.positions.to_dict("records"),
-            "prompts": found.samples.to_dict("records"), **found.figures(),
+            "gamma": pairing.options["gamma"], "findings": result.lines(),
+            "positions": result.positions.to_dict("records"),
+            "prompts": result.samples.to_dict("records"), **result.figures(),
         }))  # fmt: skip
     else:
         opt.say(f"{server.kind} at {server.url}: {server.model}; here {pairing.drafter}, {texts}")
-        opt.say(*found.lines())
-        if found.drafts:
+        opt.say(*result.lines())
+        if result.drafts:
             rows = terminal.table("drafts with at least so many tokens accepted",
-                                  "", *found.positions["position"].astype(str))  # fmt: skip
+                                  "", *result.positions["position"].astype(str))  # fmt: skip
             for side in ("server", "here"):
-                rows.add_row(side, *found.positions[side].map("{:.0%}".format))
+                rows.add_row(side, *result.positions[side].map("{:.0%}".format))
             opt.console.print(rows)
-    raise typer.Exit(1 if found.exactness.bugs else 0)
+    raise typer.Exit(1 if result.exactness.bugs else 0)

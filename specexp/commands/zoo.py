@@ -153,7 +153,7 @@ def _train_heads(
 
 def _train_draft(
     target: str, layers: int | None, out: Path | None, device: str, minutes: float,
-    asked: Prompts | None,
+    questions: Prompts | None,
 ) -> None:  # fmt: skip
     """Make a draft of a target's own layers, and train it on what the target answers."""
     import specexp
@@ -165,10 +165,10 @@ def _train_draft(
     layers = max(1, L // 8) if layers is None else layers
     drafts.kept_layers(L, layers)
     chats = bool(getattr(pairing.tokenizer, "chat_template", None))
-    if asked is None:
+    if questions is None:
         each = [prompts.Prompt(i, "text", (q,)) for i, q in enumerate(drafts.questions(chats), 1)]
-        asked = prompts.Prompts(each, " about Python's standard library")
-    source = f"{asked}{', in its chat' if chats else ''}"
+        questions = prompts.Prompts(each, " about Python's standard library")
+    source = f"{questions}{', in its chat' if chats else ''}"
     kept = f"{layers} of {counted(L, 'layer')}"
     name = Path(target).name
     opt.say(f"{name}: {kept}; {source}; about {counted(minutes, 'minute')}")
@@ -179,8 +179,8 @@ def _train_draft(
         return f"in {share:.0%} of places the target's most likely token"
 
     folder = drafts.folder_of(name, layers, out)
-    asked = prompts.in_chat(asked, pairing, drafts.ANSWER, chats)
-    ids = pairing.encode([p.text for p in asked])
+    questions = prompts.in_chat(questions, pairing, drafts.ANSWER, chats)
+    ids = pairing.encode([p.text for p in questions])
     if (folder / "zoo.json").exists():
         digest = drafts.digest_of(pairing.target.module, ids, minutes)
         if digest in (folder / "zoo.json").read_text():

@@ -81,44 +81,44 @@ class Checked:
         """Whether the server's text is the target's, in words."""
         differing = [d for d in self.exactness.divergences if d.kind == "bug"]
         ties, rows = self.exactness.ties, self.exactness.rows
-        said = f"the target's in {rows - len(differing)} of {counted(rows, 'prompt')}"
-        said += f" ({counted(ties, 'near tie')})" * (ties > 0)
+        sentence = f"the target's in {rows - len(differing)} of {counted(rows, 'prompt')}"
+        sentence += f" ({counted(ties, 'near tie')})" * (ties > 0)
         if differing:
             first = differing[0]
-            said += (
+            sentence += (
                 f"; NOT the target's in {len(differing)}, first in prompt {first.row + 1} at token "
                 f"{first.position + 1}. If the server's weights or dtype differ (8 or 16 bits), "
                 "give the same here"
             )
-        return said
+        return sentence
 
     def lines(self) -> list[str]:
         """The findings in words."""
         samples = self.samples
         ttft, later = samples["ttft_s"].median(), samples["later"].sum()
-        said = [f"text: {self.text()}"]
+        lines = [f"text: {self.text()}"]
         if self.same is not None:
-            said.append(f"text: the plain server's in {self.same} of {len(samples)}")
+            lines.append(f"text: the plain server's in {self.same} of {len(samples)}")
         if not self.drafts:
-            said.append("acceptance: the server drafted nothing: is speculative decoding on?")
+            lines.append("acceptance: the server drafted nothing: is speculative decoding on?")
         else:
             on, off = self.figures(), self.missing
             clear = (
                 "certainly fewer: its drafts or its rule differ" if off.high < 0 else
                 "certainly more: its drafter differs" if off.low > 0 else "no clear difference"
             )  # fmt: skip
-            said += [
+            lines += [
                 f"acceptance: {on['rate']:.0%} of draft tokens, {on['here_rate']:.0%} here; "
                 f"{on['per_draft']:.2f} a draft, {on['here_per_draft']:.2f} here: "
                 f"{off.value:+.2f} [{off.low:+.2f}, {off.high:+.2f}], {clear}",
                 f"acceptance: {on['share']:.0%} of all tokens, {on['here_share']:.0%} here",
             ]
         pace = f"{1e3 * samples['s'].sum() / max(1, later):.2f} ms a token after the first, "
-        said.append(f"speed: {pace * bool(later)}TTFT {1e3 * ttft:.0f} ms")
+        lines.append(f"speed: {pace * bool(later)}TTFT {1e3 * ttft:.0f} ms")
         if self.speedup:
             over = f"{self.speedup}, {statistics.verdict(self.speedup)}"
-            said.append(f"speedup over the plain server: {over}")
-        return said
+            lines.append(f"speedup over the plain server: {over}")
+        return lines
 
 
 def check(

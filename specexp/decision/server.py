@@ -124,7 +124,7 @@ class Server:
             with urlopen(request, timeout=PATIENCE_S) as answer:
                 yield from answer
         except HTTPError as e:
-            said = " ".join(e.read(400).decode(errors="replace").split())
-            raise UserError(f"{self.url}{path} answers {e.code} {e.reason}: {said}") from None
+            reason = " ".join(e.read(400).decode(errors="replace").split())
+            raise UserError(f"{self.url}{path} answers {e.code} {e.reason}: {reason}") from None
         except (OSError, HTTPException, ValueError) as e:
             raise UserError(f"{self.url} does not answer: {e}; is the server up?") from None

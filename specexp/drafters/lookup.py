@@ -53,14 +53,14 @@ class Lookup(Drafter):
         self.shaped_by = self.other.shaped_by
         if not tree.depth:
             return draft
-        found = self.lookup.propose(seqs, tree, rng)
-        sure = repeats(seqs, self.least) & (found.tokens[:, 1:2] >= 0)  # [B, 1]
+        copied = self.lookup.propose(seqs, tree, rng)
+        sure = repeats(seqs, self.least) & (copied.tokens[:, 1:2] >= 0)  # [B, 1]
         nodes = draft.nodes
         if tree.width:  # its shape is another in each row
-            parents = torch.where(sure, found.nodes.parents, nodes.parents)
-            most = max(nodes.children.shape[-1], found.nodes.children.shape[-1])
+            parents = torch.where(sure, copied.nodes.parents, nodes.parents)
+            most = max(nodes.children.shape[-1], copied.nodes.children.shape[-1])
             nodes = Nodes.of(parents, tree.depth, most)
-        tokens = torch.where(sure, found.tokens, draft.tokens)
+        tokens = torch.where(sure, copied.tokens, draft.tokens)
         q = None if draft.q is None else draft.q.masked_fill(sure[..., None], 0)
         return Draft(tokens, nodes, seqs, q, draft.memo)
 

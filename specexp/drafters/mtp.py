@@ -91,8 +91,8 @@ def check(config: Any, target: str, folder: str) -> None:
             "which is not run here: use another drafter"
         )
     class_of = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    known = getattr(class_of, "_keys_to_ignore_on_load_unexpected", None) or []
-    says = SimpleNamespace(config=own, _keys_to_ignore_on_load_unexpected=known)
+    ignored = getattr(class_of, "_keys_to_ignore_on_load_unexpected", None) or []
+    says = SimpleNamespace(config=own, _keys_to_ignore_on_load_unexpected=ignored)
     with refusing(f"{target} has no layer for multi-token prediction"):
         theirs = MtpModel.get_mtp_weights_regex(says)
     files = [*Path(folder).glob("*.safetensors")] if folder else []

@@ -367,8 +367,8 @@ def inside(head: Tensor, ids: Tensor, vocab: int) -> tuple[Tensor, Tensor | None
     tokens; None if they are all the tokens in order."""
     if torch.equal(ids, torch.arange(len(ids), device=ids.device)) and len(ids) >= vocab:
         return head[:vocab], None
-    if not (known := ids < vocab).all():
-        ids, head = ids[known], head[known]
+    if not (valid := ids < vocab).all():
+        ids, head = ids[valid], head[valid]
     return head, ids.contiguous()
 
 

@@ -77,16 +77,16 @@ def gates(part: Any) -> bool | None:
         return None
     try:
         x = torch.linspace(-8, 8, 1000)
-        made, one = part.act_fn(x), torch.ones_like(x)
-        tanh = not torch.allclose(made, gated(x, one, False), atol=1e-6)
-        if tanh and not torch.allclose(made, gated(x, one, True), atol=1e-6):
+        theirs, one = part.act_fn(x), torch.ones_like(x)
+        tanh = not torch.allclose(theirs, gated(x, one, False), atol=1e-6)
+        if tanh and not torch.allclose(theirs, gated(x, one, True), atol=1e-6):
             return None
         weight = part.gate_proj.weight
         x = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)[None]
         x *= LARGE / part.gate_proj(x).abs().max()
-        made, ours = part(x).double(), mlp(part, x, tanh).double()
-        near = rounding(x.dtype) * made.norm()
-        return tanh if bool((ours - made).norm() <= near) else None
+        theirs, ours = part(x).double(), mlp(part, x, tanh).double()
+        near = rounding(x.dtype) * theirs.norm()
+        return tanh if bool((ours - theirs).norm() <= near) else None
     except Exception:  # for example, its weights are of another kind
         return None
 
@@ -111,14 +111,14 @@ def above(norm: nn.Module) -> float | None:
     generator = torch.Generator().manual_seed(0)  # a norm by groups, or of x - mean, must differ
     x = (sizes * (1 + torch.randn(sizes.shape, generator=generator))).to(weight)
     try:
-        made = norm(x).double()
+        theirs = norm(x).double()
     except Exception:  # for example, it needs more than x
         return None
     unit = x.double() * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
     for added in (0.0, 1.0):
         wanted = unit * (weight.double() + added)
         near = rounding(x.dtype) * wanted.norm(dim=-1)
-        if made.shape == wanted.shape and bool(((made - wanted).norm(dim=-1) <= near).all()):
+        if theirs.shape == wanted.shape and bool(((theirs - wanted).norm(dim=-1) <= near).all()):
             return added
     return None
 
@@ -133,11 +133,11 @@ def rotates(function: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (2, 1, 1, 1))
     try:
-        made = function(q, k, cos[:, 0], sin[:, 0])
+        theirs = function(q, k, cos[:, 0], sin[:, 0])
     except Exception:
         return False
     wanted = _rotated(q, cos, sin), _rotated(k, cos, sin)
-    return len(made) == 2 and all(map(torch.equal, made, wanted))
+    return len(theirs) == 2 and all(map(torch.equal, theirs, wanted))
 
 
 def in_place_of(own: Callable[..., Any]) -> Callable[..., Any]:

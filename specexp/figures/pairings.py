@@ -307,9 +307,9 @@ def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> 
     style.gamma_axis(axes, {*measured["gamma"], *predicted["gamma"]})
     best, by_gamma = summaries.fastest(measured), predicted.set_index("gamma")["speedup"]
     claim = f"At γ = {best['gamma']:.0f}: {summaries.verdict(best)}"
-    said = summaries.NOT_CREDIBLE in claim
+    discredited = summaries.NOT_CREDIBLE in claim
     return f"{claim}; predicted {by_gamma[best['gamma']]:.2f}x" + (
-        "" if said else summaries.doubt_of_speedups(measured)
+        "" if discredited else summaries.doubt_of_speedups(measured)
     )
 
 

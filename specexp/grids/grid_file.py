@@ -184,8 +184,8 @@ def _well_formed(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
     one belongs."""
     strange = [name for name in spec if name not in KEYS]
     for name in strange:
-        known = KEYS if len(strange) <= MAX_PROBLEMS else ()
-        hint = meant(name, known, f"; the keys are {', '.join(KEYS)}")
+        keys = KEYS if len(strange) <= MAX_PROBLEMS else ()
+        hint = meant(name, keys, f"; the keys are {', '.join(KEYS)}")
         wrong(f"unknown key {name!r:.60}{hint}", name)
     good: dict[str, Any] = {"fixed": {}, "grid": {}}
     for name in ("fixed", "grid"):

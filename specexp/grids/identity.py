@@ -81,9 +81,9 @@ def files_of(
 ) -> dict[str, str]:
     """The digests of the files that a point's numbers can depend on; from now on, those of one's
     own decide what is known of code of one's own."""
-    asked = notebook.imports, tuple(sorted(notebook.strings)), str(notebook.path.parent)
+    question = notebook.imports, tuple(sorted(notebook.strings)), str(notebook.path.parent)
     named = tuple(sorted(imports.named_by(params))), tuple(sorted(notebook.paths))
-    files: dict[str, str] = known.cached(facts_of_files, *asked, *named)
+    files: dict[str, str] = known.cached(facts_of_files, *question, *named)
     own = [name for name in files if not name.startswith(f"{imports.NAME}/")]
     elsewhere = any(name.endswith(imports.ELSEWHERE) for name in own)
     known.own_files = None if elsewhere else [notebook.path.parent / name for name in own]
@@ -139,11 +139,11 @@ def _parts(
     data: Sequence[Path], together: bool, known: Known,
 ) -> dict[str, str]:  # fmt: skip
     files, device = files_of(params, notebook, known), params.get("device", "auto")
-    asked = facts_of_machine, device, notebook.timed, ENGINE in files
-    parts: dict[str, str] = {} if known.may_compile is None else {**known.cached(*asked)}
+    question = facts_of_machine, device, notebook.timed, ENGINE in files
+    parts: dict[str, str] = {} if known.may_compile is None else {**known.cached(*question)}
     if known.may_compile and parts.get("kernels") == UNCOMPILED:
         provenance.kernels(device)
-        parts = {**known.ask_again(*asked)}
+        parts = {**known.ask_again(*question)}
     on_cpu = parts.get("device") == "cpu"
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
     parts |= {"params": digest(params), "notebook": notebook.digest[:16]}

@@ -82,15 +82,15 @@ def closure(
     """
     drafters = {module for module in named if module.startswith(_DRAFTERS)}
     finder = _Finder(folder, named - drafters)
-    said = finder.beside(strings)
-    found = _follow([*modules, *AT_START, *finder.named, *said], finder, paths)
-    if PACKAGE / "drafters" / "__init__.py" in found:  # else nothing here drafts
-        drafters |= _drafters({*strings, *_strings_that_may_name_drafters(found)})
-        found |= _follow(drafters, finder)
-    folders = {path.parent for path in found if path.is_relative_to(PACKAGE)}
+    quoted = finder.beside(strings)
+    sources = _follow([*modules, *AT_START, *finder.named, *quoted], finder, paths)
+    if PACKAGE / "drafters" / "__init__.py" in sources:  # else nothing here drafts
+        drafters |= _drafters({*strings, *_strings_that_may_name_drafters(sources)})
+        sources |= _follow(drafters, finder)
+    folders = {path.parent for path in sources if path.is_relative_to(PACKAGE)}
     beside = (path for folder in folders for path in folder.iterdir())
-    found |= {path: source_of(path) for path in beside if path.suffix in COMPILED}
-    return dict(sorted((finder.name(path), source.digest) for path, source in found.items()))
+    sources |= {path: source_of(path) for path in beside if path.suffix in COMPILED}
+    return dict(sorted((finder.name(path), source.digest) for path, source in sources.items()))
 
 
 def named_by(params: Mapping[str, Any]) -> frozenset[str]:
@@ -228,7 +228,7 @@ def _called(node: ast.AST) -> str:
 def _written(nodes: Iterable[ast.AST]) -> set[str]:
     """The strings that name what code writes, directly or as a variable, and has not read before:
     results, not causes. nodes: in the order in which they run."""
-    values, calls, found = dict[str, list[ast.AST]](), list[ast.Call](), dict[str, bool]()
+    values, calls, written = dict[str, list[ast.AST]](), list[ast.Call](), dict[str, bool]()
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             values.setdefault(node.targets[0].id, []).append(node.value)
@@ -241,8 +241,8 @@ def _written(nodes: Iterable[ast.AST]) -> set[str]:
         writes = opened or bool(_WRITING.fullmatch(_called(call)))
         if writes or _READING.fullmatch(_called(call)):
             for text in _texts([*given, *ast.iter_child_nodes(call.func)], values):
-                found.setdefault(text, writes)
-    return {text for text, writes in found.items() if writes}
+                written.setdefault(text, writes)
+    return {text for text, writes in written.items() if writes}
 
 
 def _texts(todo: list[ast.AST], values: Mapping[str, list[ast.AST]]) -> Iterator[str]:
@@ -282,20 +282,20 @@ def _follow(
     modules: Iterable[str], finder: "_Finder", paths: Iterable[str] = ()
 ) -> dict[Path, Source]:
     """Every file that importing these modules may run, and what the notebook and these name."""
-    found: dict[Path, Source] = {}
+    sources: dict[Path, Source] = {}
     todo, seen, files = list(modules), set[str](), [*finder.named_in(paths, finder.folder)]
     while todo or files:
         if not files and (module := todo.pop()) not in seen:
             seen.add(module)
             todo += behind_public_names(module)
             files += finder.files(module)
-        if files and (path := files.pop()) not in found:
-            found[path] = source = source_of(path)
+        if files and (path := files.pop()) not in sources:
+            sources[path] = source = source_of(path)
             todo += _imported_by(path, source, finder)
             if not path.is_relative_to(PACKAGE):
                 todo += finder.beside(source.strings)
                 files += finder.named_in(source.paths, path.parent)
-    return found
+    return sources
 
 
 def places(texts: Iterable[str], *folders: Path) -> Iterator[Path]:
@@ -436,9 +436,9 @@ def _drafters(texts: Iterable[str]) -> set[str]:
     return {f"{_DRAFTERS}{name}" for name in named}
 
 
-def _strings_that_may_name_drafters(found: Mapping[Path, Source]) -> Iterator[str]:
+def _strings_that_may_name_drafters(sources: Mapping[Path, Source]) -> Iterator[str]:
     """The strings of code of one's own, and of specexp's rooms that run drafters by name."""
     rooms = [PACKAGE / room for room in NAMING]
-    for path, source in found.items():
+    for path, source in sources.items():
         if not path.is_relative_to(PACKAGE) or any(map(path.is_relative_to, rooms)):
             yield from source.strings

@@ -68,8 +68,8 @@ def _parts(name: str, text: str) -> Iterator[tuple[str, str, str]]:
         for head, path, tail in _parts(name, text.removeprefix(lookup)):
             yield lookup + head, path, tail
         return
-    known = fitting.methods() if name in DRAFTERS else ("all", *prompts.NAMES)
+    names = fitting.methods() if name in DRAFTERS else ("all", *prompts.NAMES)
     method, colon, argument = text.partition(":")
-    for head, rest in (("", "" if text in known else text), (method + colon, argument)):
+    for head, rest in (("", "" if text in names else text), (method + colon, argument)):
         if (match := _QUANTISED.fullmatch(rest)) and not os.path.isabs(rest):
             yield head, match[1], match[2]

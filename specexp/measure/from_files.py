@@ -239,16 +239,16 @@ def chat(target: Model, prompt: prompts.Prompt) -> list[int]:
 @_if_plain
 def pairing(known: Known, options: tuple[tuple[str, Any], ...]) -> dict[str, Any] | None:
     """See `names.facts_of_pairing`, for a sampling that is given."""
-    asked = dict(options)
-    target = known(model, known(naming.locate, asked["target"]))
-    method, argument = naming.method_of(asked["drafter"]) or ("", "")
-    source = naming.source_of(asked["drafter"], asked["target"])
-    _insist(target is not None and asked["sampling"] == "given")
+    wanted = dict(options)
+    target = known(model, known(naming.locate, wanted["target"]))
+    method, argument = naming.method_of(wanted["drafter"]) or ("", "")
+    source = naming.source_of(wanted["drafter"], wanted["target"])
+    _insist(target is not None and wanted["sampling"] == "given")
     limits = fitting.limits_of(method, argument, target.config.num_hidden_layers)
     if not limits:
         return None
     named, (method, _) = method, fitting.behind(method, argument)
-    used, itemsize = [target], BYTES[asked["dtype"] or "float32"]
+    used, itemsize = [target], BYTES[wanted["dtype"] or "float32"]
     roles = shelf.METHODS.get(method, ("draft",))
     if source and "draft" not in roles:
         card = json.loads(Path(source, "zoo.json").read_bytes())

@@ -212,8 +212,8 @@ def insist(
     there are any, with those that show without torch."""
     known = Known()
     for light in (True, False):
-        found = [problem.what for problem in problems_of(params, texts, known, light)]
-        if every := dict.fromkeys([*problems, *found]):
+        further = [problem.what for problem in problems_of(params, texts, known, light)]
+        if every := dict.fromkeys([*problems, *further]):
             raise UserError("\n".join(every))
 
 
@@ -265,11 +265,11 @@ def values(params: Mapping[str, Any], *names: str) -> list[Any]:
 def by_mention(what: str, names: Iterable[str], params: Mapping[str, Any]) -> tuple[str, ...]:
     """These parameters, those first whose name and value a message mentions. A number without the
     name may be any number."""
-    said = _ASIDE.sub("", what)
+    bare = _ASIDE.sub("", what)
 
     def mentions(name: str) -> int:
         own = PARAMETERS[name].each or name if name in PARAMETERS else name
-        named = bool(re.search(rf"\b{re.escape(own)}", said))
+        named = bool(re.search(rf"\b{re.escape(own)}", bare))
         given = [v for v in values(params, name) if named or isinstance(v, str)]
         return named + any(mentioned(value, what) for value in given)
 
@@ -279,9 +279,9 @@ def by_mention(what: str, names: Iterable[str], params: Mapping[str, Any]) -> tu
 def mentioned(value: Any, what: str) -> bool:
     """Whether a message is about a value, or about the argument of a `METHOD:ARGUMENT`. What stands
     in brackets or behind a semicolon is advice."""
-    said = _ASIDE.sub("", what).partition(";")[0]
+    bare = _ASIDE.sub("", what).partition(";")[0]
     texts = filter(None, (str(value), str(value).partition(":")[2]))
-    return any(re.search(rf"(?<![\w.]){re.escape(text)}(?!\w)", said) for text in texts)
+    return any(re.search(rf"(?<![\w.]){re.escape(text)}(?!\w)", bare) for text in texts)
 
 
 if __name__ == "__main__":  # renew the table of the page

@@ -30,8 +30,8 @@ def pooled(samples: pd.DataFrame) -> Acceptance:
 def drafted_share(samples: pd.DataFrame) -> float:
     """Draft tokens over gamma times rounds, for chains in rows of `one_pairing.acceptance`. Below 1
     where a lookup found no match, or drafts were cut at the end of the output."""
-    asked = sum(g * r.passes for g, r in zip(samples["gamma"], samples["record"], strict=True))
-    return pooled(samples).drafted / asked
+    requested = sum(g * r.passes for g, r in zip(samples["gamma"], samples["record"], strict=True))
+    return pooled(samples).drafted / requested
 
 
 def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:

@@ -194,10 +194,10 @@ class SlotCache(Cache):
     def by_kind(self, make: Callable[[int, int], Tensor]) -> Tensor | dict[str, Tensor]:
         """What `make` returns for the window and chunk of every kind of layer; see `masks`."""
         spans = {layer.kind: (layer.window, layer.chunk) for layer in self.kinds}
-        made = {span: make(*span) for span in set(spans.values())}
-        if len(made) == 1:
-            return made.popitem()[1]
-        return {name: made[s] for kind, s in spans.items() for name in BOTH.get(kind, (kind,))}
+        values = {span: make(*span) for span in set(spans.values())}
+        if len(values) == 1:
+            return values.popitem()[1]
+        return {name: values[s] for kind, s in spans.items() for name in BOTH.get(kind, (kind,))}
 
     def near(self, visible: Branches | None, kind: Layer) -> Tensor | None:
         """Which places of layers of this kind each token sees, bool [b, n, m]; None: its own slot

@@ -407,8 +407,8 @@ def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     commit = commits.pop() if len(commits) == 1 else ""
     dirty = any(run.tags.get("git.dirty") == "true" for run in part)
     changed = "  # and uncommitted changes" * dirty
-    known = re.fullmatch("[0-9a-f]{40}", commit)
-    checkout = [f"git checkout {commit}{changed}"] if known else []
+    whole = re.fullmatch("[0-9a-f]{40}", commit)
+    checkout = [f"git checkout {commit}{changed}"] if whole else []
     grids = [f"specexp grid run {shlex.quote(file)}" for file in sorted(files)]
     return [*checkout, *grids] if grids else []
 

@@ -227,8 +227,8 @@ def experiment_id(name: str) -> str:
     store, mlflow = backend(), client()
 
     def find() -> Any:
-        if found := mlflow.get_experiment_by_name(name):
-            return found
+        if experiment := mlflow.get_experiment_by_name(name):
+            return experiment
         return next((e for e in store.experiments() if names_of(e)[1] == name), None)
 
     experiment = find()

@@ -114,13 +114,13 @@ def _unread(content: Any, model: Any, config: Any) -> Iterator[str]:
         name = key.removeprefix(prefix)
         if name in (key, LAYOUT):
             continue
-        said = field.contents()
+        contents = field.contents()
         if name == "attention.sliding_window":
-            same = said == getattr(config, "sliding_window", None)
+            same = contents == getattr(config, "sliding_window", None)
         else:
-            same = all(not value or _among(value, shown) for value in _leaves(said))
+            same = all(not value or _among(value, shown) for value in _leaves(contents))
         if not same:
-            yield f"{key} = {said!r:.40}"
+            yield f"{key} = {contents!r:.40}"
     tensors = {tensor.name: tensor for tensor in content.tensors}
     if ROPE in tensors and not _rescale(config, tensors.pop(ROPE).data):
         yield ROPE

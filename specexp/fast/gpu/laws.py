@@ -118,7 +118,7 @@ def unfiltered_kernel(
 
 @triton.jit(do_not_specialize=["shift"])
 def narrow_kernel(
-    logits, laws, found, sums, ended, scale, enough, shift, stride, V: tl.constexpr,
+    logits, laws, floors, sums, ended, scale, enough, shift, stride, V: tl.constexpr,
     BLOCK: tl.constexpr, COUNT: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr,
     DIGIT: tl.constexpr, DIGITS: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -132,9 +132,9 @@ def narrow_kernel(
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     law, digit = laws + row * (4 + COUNT), tl.arange(0, DIGITS)
     first = shift == BITS - DIGIT
-    known = tl.load(found + row, ~first, other=0).to(tl.uint32, bitcast=True)
+    floor = tl.load(floors + row, ~first, other=0).to(tl.uint32, bitcast=True)
     top, least, most = tl.load(law), tl.load(law + 1), tl.load(law + 4 + block)
-    below = rank(most, BITS) < known + (1 << shift).to(tl.uint32)
+    below = rank(most, BITS) < floor + (1 << shift).to(tl.uint32)
     at = sums + (row * COUNT + block) * DIGITS
     if (below & ~(first & MASS)) | ((most - top) * scale < least):
         tl.store(at + digit, tl.zeros([DIGITS], tl.float32))
@@ -149,7 +149,7 @@ def narrow_kernel(
                 w = tl.where(x_below < least, 0.0, w)
         ranks = rank(x, BITS)
         for tried in tl.static_range(DIGITS):
-            reached = ranks >= known + (tried << shift).to(tl.uint32)
+            reached = ranks >= floor + (tried << shift).to(tl.uint32)
             tl.store(at + tried, tl.sum(tl.where(reached, w, 0.0), 0))
     if is_last(ended, row, COUNT):
         blocks = tl.arange(0, ROOM)
@@ -163,10 +163,10 @@ def narrow_kernel(
                 tl.store(law + 3, whole)
             enough = whole
         passed = tl.sum(((total >= enough) & (digit > 0)).to(tl.int32), 0)
-        known += (passed << shift).to(tl.uint32)
-        tl.store(found + row, known.to(tl.int32, bitcast=True))
+        floor += (passed << shift).to(tl.uint32)
+        tl.store(floors + row, floor.to(tl.int32, bitcast=True))
         if shift == 0:
-            bound = (unrank(known, BITS) - top) * scale
+            bound = (unrank(floor, BITS) - top) * scale
             tl.store(law + 1, tl.where(bound == bound, bound, least))
 
 
@@ -279,11 +279,11 @@ def laws_of(sampling: Sampling, logits: Tensor) -> Tensor | None:
     unfiltered_kernel[rows, blocks_of(part, blocks)](
         logits, laws, sums, ended, scale, stride, PART=part, num_warps=4 if part == 1 else 8, **tile
     )
-    found = laws.new_empty(rows, dtype=torch.int32)
+    floors = laws.new_empty(rows, dtype=torch.int32)
     for mass, enough in [(False, float(sampling.top_k))] * top_k + [(True, sampling.top_p)] * top_p:
         for shift in reversed(range(0, bits, digit)):
             narrow_kernel[rows, blocks](
-                logits, laws, found, sums, ended, scale, enough, shift, stride,
+                logits, laws, floors, sums, ended, scale, enough, shift, stride,
                 BITS=bits, DIGIT=digit, DIGITS=1 << digit, MASS=mass, CUT=top_k, **tile,
             )  # fmt: skip
     if top_k or top_p or min_p:

@@ -126,8 +126,8 @@ else:
 def network(module: Any, name: str, vocab: int) -> lm.Network:
     """The module's fused passes; if there are none and Triton's kernels run, its lighter passes."""
     net = fused.network(module, name, vocab)
-    known = net is not NotImplemented or not triton_runs()
-    return net if known else lighter.network(module, name, vocab)
+    settled = net is not NotImplemented or not triton_runs()
+    return net if settled else lighter.network(module, name, vocab)
 
 
 def state() -> str:

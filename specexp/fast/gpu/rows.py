@@ -281,14 +281,14 @@ def vote_kernel(
                 many = tl.load(votes + token, mine, other=0, cache_modifier=".cg")
                 place = tl.load(places + at, mine, other=-1)
                 best = tl.maximum(best, tl.max((many.to(tl.int64) << 32) + place + 1, 0))
-            found = best > 0
-            token = token_at(text, line, best.to(tl.int32) - 1 + step, last, found)
+            voted = best > 0
+            token = token_at(text, line, best.to(tl.int32) - 1 + step, last, voted)
             share = tl.div_rn((best >> 32).to(tl.float32), tl.maximum(total, 1).to(tl.float32))
             sure = tl.load(trust + parent) * share
-            likely = found & (sure >= least) & (step <= stretch * most)
+            likely = voted & (sure >= least) & (step <= stretch * most)
             tl.store(trust + child, sure, child > 0)
             tl.store(out + child, tl.where(likely, token, -1).to(tl.int64), child > 0)
-            for first in range(0, tl.where(found, count, 0), AT_ONCE):
+            for first in range(0, tl.where(voted, count, 0), AT_ONCE):
                 at = first + some
                 mine = tl.load(nodes + at, at < count, other=-1) == parent
                 agrees = mine & (tl.load(says + at, mine, other=-1) == token)

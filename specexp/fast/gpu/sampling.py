@@ -208,11 +208,11 @@ def ranked_of(value, index, count: tl.constexpr, WIDE: tl.constexpr):
     among equals; then 0. `index` may hold a number twice, which is returned once."""
     pairs = (value.to(tl.int64) << 32) + (0x7FFFFFFF - index)
     rank, last = tl.arange(0, WIDE), tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-    found = tl.zeros([WIDE], tl.int64)
+    ids = tl.zeros([WIDE], tl.int64)
     for i in range(count):
         last = tl.max(tl.where(pairs < last, pairs, -0x8000000000000000))
-        found = tl.where(rank == i, 0x7FFFFFFF - (last & 0xFFFFFFFF), found)
-    return found
+        ids = tl.where(rank == i, 0x7FFFFFFF - (last & 0xFFFFFFFF), ids)
+    return ids
 
 
 @triton.jit

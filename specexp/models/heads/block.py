@@ -130,10 +130,10 @@ class Markov(nn.Module):
     def forward(self, before: Tensor, hidden: Tensor) -> Tensor:
         """The bias [..., draft_vocab] after tokens `before` [...], where hidden [..., E] is the
         state of the logits that it is added to."""
-        known = self.markov_w1(before.clamp(min=0))
+        embedded = self.markov_w1(before.clamp(min=0))
         if self.gated:
-            known = known * self.gate_proj(torch.cat([hidden, known], -1)).sigmoid()
-        return self.markov_w2(known)
+            embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
+        return self.markov_w2(embedded)
 
 
 class Block(Borrowing):
