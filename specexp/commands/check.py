@@ -13,7 +13,8 @@ from specexp.commands import options as opt
 def check(
     ctx: typer.Context,
     url: str = typer.Argument(
-        help="A vLLM or llama.cpp server that drafts, such as http://localhost:8000.", metavar="URL"
+        help="A vLLM, SGLang or llama.cpp server that drafts, such as http://localhost:8000.",
+        metavar="URL",
     ),
     plain: str | None = opt.own("The same server without drafting, to measure the speedup too."),
     target: str = opt.TARGET,

@@ -5,7 +5,7 @@ therefore a reference. A fault in a server's drafting leaves its text right, sin
 tokens are repaired: only its acceptance shows it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -150,7 +150,10 @@ def check(
         row |= {name: now[name] - before[name] for name in COUNTS}
         before = now
         rows.append(row)
-    reference = pd.DataFrame(map(_counts, here["rounds"]), columns=COUNTS).add_prefix("here_")
+    gamma = int(here["gamma"].max())
+    full = gamma if server.counts_every_round else None
+    counts = [_counts(rounds, full) for rounds in here["rounds"]]
+    reference = pd.DataFrame(counts, columns=COUNTS).add_prefix("here_")
     reference["here_tokens"] = here["emitted"]
     samples = pd.DataFrame(rows).join(reference)
     same = (
@@ -158,7 +161,9 @@ def check(
         if plain else None
     )  # fmt: skip
     exact = _compared(pairing, texts, outputs[""], max_new_tokens)
-    return Checked(server, exact, samples, _positions(before - start, here), same)
+    drafts = reference["here_drafts"].sum()
+    positions = _positions(before - start, here["rounds"], int(drafts), gamma)
+    return Checked(server, exact, samples, positions, same)
 
 
 def _compared(
@@ -177,20 +182,19 @@ def _compared(
     return exact
 
 
-def _counts(rounds: Sequence[tuple[float, ...]]) -> tuple[int, int, int]:
-    """COUNTS of a prompt's rounds (see `one_pairing.acceptance`): rounds without a draft do not
-    count, as in servers."""
-    drafted = [(of, accepted) for _, _, _, of, accepted, _ in rounds if of]
-    return len(drafted), int(sum(n for n, _ in drafted)), int(sum(n for _, n in drafted))
+def _counts(rounds: Sequence[tuple[float, ...]], full: int | None) -> tuple[int, int, int]:
+    """COUNTS of a prompt's rounds (see `one_pairing.acceptance`) as a server has them: without
+    rounds that drafted nothing or, if given, every round as a draft of the `full` length."""
+    drafted = [(of if full is None else full, n) for _, _, _, of, n, _ in rounds if of or full]
+    return len(drafted), int(sum(of for of, _ in drafted)), int(sum(n for _, n in drafted))
 
 
-def _positions(counted_there: dict[str, int], here: pd.DataFrame) -> pd.DataFrame:
-    rounds = [r for each in here["rounds"] for r in each if r[3]]
-    accepted = np.array([r[4] for r in rounds])
-    gamma = int(here["gamma"].max())
-    there = max(1, counted_there["drafts"])
+def _positions(
+    there: dict[str, int], here: Iterable[Sequence[tuple[float, ...]]], drafts: int, gamma: int
+) -> pd.DataFrame:
+    accepted = np.array([n for rounds in here for _, _, _, _, n, _ in rounds])
     return pd.DataFrame(
-        {"position": at, "server": counted_there[f"accepted_{at}"] / there,
-         "here": float((accepted >= at).mean()) if len(rounds) else 0.0}
+        {"position": at, "server": there[f"accepted_{at}"] / max(1, there["drafts"]),
+         "here": float((accepted >= at).sum() / max(1, drafts))}
         for at in range(1, gamma + 1)
     )  # fmt: skip

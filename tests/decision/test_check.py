@@ -24,13 +24,17 @@ NAMES = {"vllm": "vllm:spec_decode_num_{}_total{{engine=\"0\"{}}} {}",
          "llamacpp": "llamacpp:spec_decode_num_{}_total{{{}}} {}"}  # fmt: skip
 
 
+PATHS = {"vllm": "/v1/completions", "sglang": "/generate", "llamacpp": "/completion"}
+
+
 class Fake(BaseHTTPRequestHandler):
-    """A server of either kind around a pairing. `fault` changes what one round reports or emits."""
+    """A server of any kind around a pairing. `fault` changes what one round reports or emits."""
 
     def do_GET(self):
         engine = self.server.fake
         if self.path == "/v1/models":
-            return self.say(engine.get("models", json.dumps({"data": [{"id": "target-10m"}]})))
+            card = {"id": "target-10m", "owned_by": engine["kind"]}
+            return self.say(engine.get("models", json.dumps({"data": [card]})))
         lines = ["# HELP vllm:spec_decode_num_drafts_total Number of drafts", "other:x_total 1"]
         for name, count in engine["counts"].items():
             at = f'{"," * (engine["kind"] == "vllm")}position="{name[-1]}"' * name[-1].isdigit()
@@ -44,17 +48,18 @@ class Fake(BaseHTTPRequestHandler):
             json.loads(self.rfile.read(int(self.headers["Content-Length"]))),
             self.server.fake,
         )
-        vllm = self.path == "/v1/completions"
-        assert vllm == (engine["kind"] == "vllm")
-        assert body["temperature"] == 0
+        kind = engine["kind"]
+        assert self.path == PATHS[kind]
+        asked = body["sampling_params"] if kind == "sglang" else body
+        assert asked["temperature"] == 0
         if engine.get("refuses"):
             self.send_response(400)
             self.end_headers()
             self.wfile.write(b'{"error": "prompt too\n long"}')
             return
-        out = engine["pairing"].engine.generate(
-            [body["prompt"]], body["max_tokens" if vllm else "n_predict"]
-        )
+        prompt = body["input_ids" if kind == "sglang" else "prompt"]
+        names = {"vllm": "max_tokens", "sglang": "max_new_tokens", "llamacpp": "n_predict"}
+        out = engine["pairing"].engine.generate([prompt], asked[names[kind]])
         tokens, steps = iter(out.tokens[0]), out.trace.steps()
         events = [list(islice(tokens, step.emitted)) for step in steps]
         if engine.get("spoils"):
@@ -70,14 +75,38 @@ class Fake(BaseHTTPRequestHandler):
                 engine["counts"]["accepted_tokens"] += accepted
                 for at in range(accepted):
                     engine["counts"][f"accepted_tokens_per_pos_{at}"] += 1
-        key = "token_ids" if vllm else "tokens"
-        parts = [{key: new} for new in events]
         reason = "stop" if ended else "length"
-        parts.append({key: [], "finish_reason": reason, "stop_type": "eos" * ended, "stop": True})
-        parts = [{"choices": [part]} for part in parts] if vllm else parts
+        if kind == "sglang":
+            parts = self.events_of_sglang(events, steps, reason)
+        else:
+            key = "token_ids" if kind == "vllm" else "tokens"
+            parts = [{key: new} for new in events]
+            stop_type = "eos" if ended else "limit"
+            parts.append({key: [], "finish_reason": reason, "stop_type": stop_type, "stop": True})
+            parts = [{"choices": [part]} for part in parts] if kind == "vllm" else parts
         parts += engine.get("adds", [])
         lines = [f"data: {json.dumps(part)}\n\n" for part in parts[: engine.get("parts")]]
         self.say("".join(lines) + engine.get("ends", "data: [DONE]\n\n"))
+
+    def events_of_sglang(self, events, steps, reason):
+        """As its version 0.5.23: tokens so far, or new ones; an event on its way may hold tokens
+        that it does not count yet; counts come at the end."""
+        engine = self.server.fake
+        every, parts = [token for new in events for token in new], []
+        for number, new in enumerate(events, 1):
+            total = sum(map(len, events[:number]))
+            tokens = new if engine.get("incremental") else every[: total + 1]
+            about = {"completion_tokens": total, "finish_reason": None}
+            parts.append({"output_ids": tokens, "meta_info": about})
+        if engine["pairing"].options["drafter"] != "plain":
+            gamma, accepted = engine["pairing"].options["gamma"], [step.accepted for step in steps]
+            about |= {
+                "spec_verify_ct": len(steps), "spec_num_proposed_drafts": gamma * len(steps),
+                "spec_num_correct_drafts": sum(accepted),
+                "spec_correct_drafts_histogram": [accepted.count(n) for n in range(gamma + 1)],
+            }  # fmt: skip
+        about["finish_reason"] = engine.get("reason", {"type": reason})
+        return parts
 
     def say(self, text):
         self.send_response(200)
@@ -111,8 +140,11 @@ def pairing():
     return specexp.load("target-10m", drafter="ngram", gamma=4)
 
 
-@pytest.mark.parametrize("kind", ["vllm", "llamacpp"])
-def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("vllm", {}), ("llamacpp", {}), ("sglang", {}), ("sglang", {"incremental": True})],
+)
+def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind, how, monkeypatch):
     calls = Counter()
     for name in ("difference_draws", "speedup"):
         own = getattr(statistics, name)
@@ -120,7 +152,7 @@ def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind
             statistics, name, lambda *data, own=own: calls.update([own.__name__]) or own(*data)
         )
     plain = Server(serving(pairing.with_(drafter="plain"), kind))
-    found = check(Server(serving(pairing, kind)), pairing, SHORT, TOKENS, plain)
+    found = check(Server(serving(pairing, kind, **how)), pairing, SHORT, TOKENS, plain)
     assert found.exactness.bugs == 0
     assert found.same == 4
     samples = found.samples
@@ -192,8 +224,19 @@ def test_a_server_that_does_not_draft_is_told_so(serving, pairing):
 def test_bad_servers_are_one_line(serving, pairing):
     with pytest.raises(UserError, match=r"http://127.0.0.1:9 does not answer: .*is the server up"):
         Server("127.0.0.1:9")
-    with pytest.raises(UserError, match=r"no counters of vLLM or llama.cpp .*--metrics"):
-        Server(serving(pairing, kind="sglang", counts=Counter()))
+    with pytest.raises(UserError, match=r"not SGLang, and .* no counters of vLLM .*--metrics"):
+        Server(serving(pairing, kind="tgi"))
+    earlier = {"meta_info": {"completion_tokens": 4, "spec_verify_ct": 2}, "output_ids": [1]}
+    with pytest.raises(UserError, match=r"other counters: it needs SGLang 0.5.23"):
+        Server(serving(pairing, kind="sglang", adds=[earlier])).complete([1, 2], 4)
+    textual = {"text": "a", "meta_info": {"completion_tokens": 1}}
+    with pytest.raises(UserError, match="returned no token ids: it needs a newer version"):
+        Server(
+            serving(pairing, kind="sglang", parts=0, ends=f"data: {json.dumps(textual)}\n\n")
+        ).complete([1, 2], 4)
+    too_long = {"type": "abort", "message": "too long"}
+    with pytest.raises(UserError, match="refused a prompt: too long"):
+        Server(serving(pairing, kind="sglang", reason=too_long)).complete([1, 2], 4)
     for listed in ("no JSON", "[]"):
         with pytest.raises(UserError, match=r"/v1/models answers no JSON object, but"):
             Server(serving(pairing, models=listed))
