@@ -8,6 +8,7 @@ import pandas as pd
 from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.cells import cell_len
 from scipy.stats import binomtest
 
 from specexp.errors import counted
@@ -23,7 +24,7 @@ def by_hand(table: pd.DataFrame) -> Figure:
     """Rounds as lines of cells, from `outcomes`: as many draft tokens as can be read side by side,
     and the target's token."""
     every, lines = table.assign(token=table["token"].map(_label)), table["round"].nunique()
-    width, longest = max(1.9, every["token"].str.len().max() * 0.13), int(table["at"].max())
+    width, longest = max(1.9, every["token"].map(cell_len).max() * 0.13), int(table["at"].max())
     columns = min(longest, max(2, round((style.WIDEST - 1.1) / width)))
     of_target = every["q"].isna()
     table = every.assign(at=every["at"].clip(upper=columns))[of_target | (every["at"] < columns)]

@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from rich.cells import cell_len
 
 from specexp.errors import counted
-from specexp.figures.style import INK, PLAIN, SPECULATIVE, WIDEST, canvas, nothing, panels, title
+from specexp.figures.style import (
+    INK,
+    PLAIN,
+    SPECULATIVE,
+    WIDEST,
+    canvas,
+    nothing,
+    panels,
+    scripts,
+    title,
+)  # fmt: skip
 from specexp.figures.tokens import COLOURS, HATCHED, by_kind, cut, symbols
 
 if TYPE_CHECKING:
@@ -28,16 +39,16 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
     only = f"; drawn: the first {counted(most, 'round')}" * (len(lines) > most)
     lines = lines[:most]
     texts = [[(kind, _label(output.decode([t]))) for t, kind in line] for _, line in lines]
-    widths = [[max(2, len(text) + 1) for _, text in line] for line in texts]
+    widths = [[max(2, cell_len(text) + 1) for _, text in line] for line in texts]
     wide = max(map(sum, widths)) * CHARACTER + 1.2
+    size = 9 * min(1, WIDEST / wide)
     with canvas(min(WIDEST, max(8, wide)), 1.7 + 0.3 * len(lines)) as (figure, axes):
         for y, (line, width) in enumerate(zip(texts, widths, strict=True)):
             for (kind, text), x, w in zip(line, accumulate([0, *width]), width, strict=False):
                 axes.barh(y, w - 0.15, 0.86, x, color=COLOURS[kind], alpha=0.45,
                           hatch=HATCHED.get(kind), edgecolor="white", label=kind)  # fmt: skip
-                axes.text(x + w / 2, y, text, ha="center", va="center", family="monospace",
-                          fontsize=9 * min(1, WIDEST / wide), color=INK,
-                          parse_math=False)  # fmt: skip
+                axes.text(x + w / 2, y, text, ha="center", va="center", fontsize=size, color=INK,
+                          family=["monospace", *scripts()], parse_math=False)  # fmt: skip
         counts = [f"{step.accepted}/{step.drafted}" for step, _ in lines]
         axes.set_yticks(range(len(lines)), counts)
         axes.set(xlabel="one line per round: accepted/drafted, then its tokens", xticks=[])

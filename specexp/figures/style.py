@@ -8,13 +8,14 @@ be read in grey; its paper is white, so that it can be read on a dark page.
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib import ticker
+from matplotlib import font_manager, ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -31,6 +32,12 @@ SHEET: Any = {
     "figure.facecolor": "white", "axes.titlelocation": "left", "axes.titlesize": 12,
     "legend.frameon": False, "legend.fontsize": 9, "figure.labelsize": 12, "hatch.linewidth": 0.6,
 }  # fmt: skip
+SCRIPTS = (  # fonts for tokens in scripts that the usual font lacks, where they are installed
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC",
+    "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Microsoft YaHei", "SimHei", "PingFang SC",
+    "Hiragino Sans", "Hiragino Sans GB", "Yu Gothic", "IPAexGothic", "Malgun Gothic",
+    "Apple SD Gothic Neo", "NanumGothic", "Arial Unicode MS",
+)  # fmt: skip
 _subject = ""
 _order: dict[str, int] = {}
 
@@ -53,6 +60,13 @@ def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return looks | {name: look for name, look in own.items() if name in looks}
 
 
+@cache
+def scripts() -> list[str]:
+    """Those of SCRIPTS that are installed."""
+    installed = set(font_manager.get_font_names())
+    return [name for name in SCRIPTS if name in installed]
+
+
 @contextmanager
 def panels(count: int, width: float, height: float, **grid: Any) -> Iterator[tuple[Figure, Any]]:
     """Axes of this size in the common style, side by side and, where they would be wider than a
@@ -62,7 +76,8 @@ def panels(count: int, width: float, height: float, **grid: Any) -> Iterator[tup
     rows = min(count, math.ceil(count * width / WIDEST - 0.01))
     columns = math.ceil(count / rows)
     size = (min(WIDEST, columns * width), rows * height)
-    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(SHEET):
+    sheet = SHEET | {"font.family": ["sans-serif", *scripts()]}
+    with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(sheet):
         figure, axes = plt.subplots(
             rows, columns, figsize=size, layout="constrained", squeeze=False, **grid
         )

@@ -1,6 +1,7 @@
 """Rounds in colour: each emitted token has its kind, and only rejected draft tokens are struck."""
 
 import re
+import warnings
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -115,6 +116,22 @@ def test_a_strip_has_a_cell_for_every_token(pairing):
     longer = pairing.generate("def mean(values):", 64)
     first = figures.rounds.strip(longer, most=8).get_suptitle()
     assert "; drawn: the first 8 rounds" in first.replace("\n", " ")
+
+
+def test_tokens_of_other_scripts_are_drawn_in_fonts_that_are_installed(pairing, monkeypatch):
+    """matplotlib's own fonts stand for those of a machine: one of them has a letter that DejaVu
+    lacks."""
+    monkeypatch.setattr(style, "SCRIPTS", ("not installed", "STIXGeneral"))
+    style.scripts.cache_clear()
+    monkeypatch.setattr(figures.rounds, "_label", lambda text: "\N{SCRIPT SMALL G}")
+    try:
+        figure = figures.rounds.strip(pairing.generate(PROMPTS[0].text, 4))
+    finally:
+        style.scripts.cache_clear()
+    assert "STIXGeneral" in figure.axes[0].texts[0].get_fontfamily()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a glyph that is missing from all fonts is warned of
+        figure.canvas.draw()
 
 
 def test_edges_count_what_the_trace_counts(pairing):

@@ -149,16 +149,20 @@ def test_kill_at_each_commit_step_keeps_one_result(bench):
     assert each(b, "kill", steps + around) == []
 
 
+PARTS = 8  # of a test that is too long for one sitting: every eighth event
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_kill_before_every_event_then_resume_is_whole(bench):
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_kill_before_every_event_then_resume_is_whole(bench, part):
     b = bench(points=3)
     b.abandon()
     events = b.events()
     hit = Counter(phase for phase, _ in events)
     assert len(events) > 200
     assert set(PHASES) - set(hit) <= {"plan", "aside"}, hit  # to plan is to read
-    assert each(b, "kill", range(1, len(events) + 1)) == []
+    assert each(b, "kill", range(1 + part, len(events) + 1, PARTS)) == []
     b.again()
     assert b.go(inject={"do": "kill", "at": len(events) + 1}).code == 0
 
@@ -181,11 +185,12 @@ def test_kill_during_resume(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_kill_during_resume_a_hundred_times(bench):
-    found, hit = kills(bench(points=3), 100, seed=7)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(7, 11))
+def test_kill_during_resume_a_hundred_times(bench, seed):
+    found, hit = kills(bench(points=3), 25, seed)
     assert found == []
-    assert len(hit) > 4
+    assert len(hit) > 3
 
 
 def test_half_created_database_is_created_anew(warm, disk):
@@ -308,14 +313,15 @@ def test_disk_error_once_a_result_has_moved_calls_it_failed(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("stays", [True, False])
 @pytest.mark.parametrize("do", ["ENOSPC", "EIO", "EMFILE", "EACCES"])
-def test_disk_errors_at_every_event(bench, do, stays):
+def test_disk_errors_at_every_event(bench, do, stays, part):
     b = bench(points=2)
-    numbers = range(1, len(b.events(do)) + 1)
-    assert len(numbers) > 50
-    assert each(b, do, numbers, stays=stays) == []
+    events = b.events(do)
+    assert len(events) > 50
+    assert each(b, do, range(1 + part, len(events) + 1, PARTS), stays=stays) == []
 
 
 @pytest.fixture
