@@ -347,7 +347,7 @@ ZEN = "x86-64-v3 -mtune=znver3"
 OTHER_MAKER = "native -U__SSE4A__" if "sse4a" in build._processor() else "native -D__SSE4A__=1"
 
 
-@pytest.mark.parametrize("march", [f"{ZEN} -O1", OTHER_MAKER, *also(ZEN, "x86-64-v3", "x86-64")])
+@pytest.mark.parametrize("march", [f"{ZEN} -O1", *also(OTHER_MAKER, ZEN, "x86-64-v3", "x86-64")])
 def test_narrower_vectors_and_other_makers_processors_give_the_same(anew, monkeypatch, march):
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         march = "native"

@@ -208,11 +208,6 @@ def test_repeated_prompts_are_skipped_and_unused_turns_are_said(tmp_path: Path) 
     assert [p.text for p in texts] == ["a", "c"]
 
 
-def test_no_name_is_no_folder() -> None:
-    with pytest.raises(UserError, match="cannot read prompts"):
-        load("")
-
-
 def test_prompts_say_what_they_were_taken_from(tmp_path: Path) -> None:
     records = [{"conversations": SHARED}, {"prompt": "a"}, {"conversations": SHARED[:1]}]
     path = write(tmp_path, "".join(json.dumps(r) + "\n" for r in records))
@@ -291,8 +286,8 @@ def test_missing_prompts_suggest_the_nearest_set(name: str, word: str) -> None:
         load(name)
 
 
-def test_an_empty_name_of_prompts_says_which_there_are() -> None:
-    with pytest.raises(UserError, match="no prompts are named: .*; shipped are code, prose"):
+def test_no_name_is_no_folder_and_says_which_prompts_there_are() -> None:
+    with pytest.raises(UserError, match=r"no prompts are named: .*; shipped are code, prose"):
         load("")
 
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support import architectures
 from tokenizers import Tokenizer
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoTokenizer, PreTrainedConfig
 from transformers.integrations import hub_kernels
 
@@ -337,7 +338,7 @@ def test_config_that_makes_no_model_is_one_line(folder, refused, fields, said):
 
 
 ENDLESS = """
-import json, resource, sys, time
+import json, resource, sys
 from pathlib import Path
 from specexp.errors import UserError
 from specexp.models.load import read_config
@@ -348,11 +349,10 @@ mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpage
 resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**30,) * 2)
 for fields in json.load(sys.stdin):
     (folder / "config.json").write_text(json.dumps(described | fields))
-    start = time.process_time()
     try:
         read_config(folder)
     except UserError as e:
-        print(time.process_time() - start, e)
+        print(e)
 """
 MANY = 2_000_000_000
 COUNTS = [
@@ -371,34 +371,35 @@ COUNTS = [
 
 
 def refusals_of(folder, *described) -> list[str]:
-    """The lines that refuse these configs, each within a second of the processor's time."""
+    """The lines that refuse these configs, in a process with 1 GiB of memory to spare."""
     words, told = [sys.executable, "-c", ENDLESS, folder], json.dumps(described)
     ended = subprocess.run(words, input=told, capture_output=True, text=True)
     refusals = ended.stdout.splitlines()
     assert len(refusals) == len(described), refusals
-    assert all(float(refusal.split()[0]) < 1 for refusal in refusals), refusals
     return refusals
 
 
-def test_endless_counts_are_refused_in_a_second_before_anything_is_built(folder):
+def test_endless_counts_are_refused_before_anything_is_built(folder):
     assert all("no model has more than " in refusal for refusal in refusals_of(folder, *COUNTS))
 
 
-def test_endless_lists_are_refused_in_a_second(folder):
+def test_endless_lists_are_refused(folder):
     listed = {"rope_parameters": {"short_factor": [1] * 2_500_000}}, {"x": [[[1]] * 999] * 999}
     for line in refusals_of(folder, *listed):
         assert line.endswith("has more than 100,000 values: no model's has")
 
 
-def test_model_of_endless_tensors_is_refused_in_a_second(folder):
+def test_model_of_endless_tensors_is_refused_before_they_are_made(folder):
     few = {"model_type": "gemma3n_text", "num_kv_shared_layers": 0, "altup_num_inputs": 2}
     edit(folder / "config.json", **few)
     assert weight_bytes(read_config(folder), torch.float32)  # imports its classes
     edit(folder / "config.json", altup_num_inputs=32768)
-    start = time.process_time()
+    tensors = []
+    hook = register_module_parameter_registration_hook(lambda *tensor: tensors.append(tensor[1]))
     with pytest.raises(UserError, match="describes no model: none has more than 5,000 tensors"):
         weight_bytes(read_config(folder), torch.float32)
-    assert time.process_time() - start < 1
+    hook.remove()
+    assert len(tensors) == 5001
 
 
 @pytest.mark.parametrize(
