@@ -53,6 +53,13 @@ def test_metrics_are_pooled_not_averaged(acceptance):
     assert metrics["acceptance/length"] == pytest.approx(1 + sum(series["acceptance/at_position"]))
 
 
+def test_positions_that_a_prompt_never_reached_count_as_none_accepted():
+    deep, none = Acceptance(4, 4, 0, (1, 0, 1)), Acceptance(8, 4, 0, (4,))
+    samples = pd.DataFrame({"question_id": [1, 2], "gamma": [2, 2], "record": [deep, none]})
+    assert summaries.positions(samples)["value"].tolist() == pytest.approx([1 / 6, 1 / 6])
+    assert summaries.positions(samples, given=True)["value"].tolist() == pytest.approx([1 / 6, 1])
+
+
 def test_no_acceptance_length_is_above_what_gamma_allows():
     samples = {"question_id": [1, 2], "accepted": [9, 6], "passes": [3, 3], "gamma": 3}
     value, low, high, _ = summaries.length(pd.DataFrame(samples))
