@@ -95,12 +95,21 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
     names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN",
-             "dflash": "DFLASH", "dspark": "DSPARK"}  # fmt: skip
+             "dflash": "DFLASH", "dspark": "DSPARK",
+             "ngram": "NGRAM", "suffix": "NGRAM"}  # fmt: skip
     draft, path = next(iter(schedule.values())), shlex.quote(argument)
     options = [f"--speculative-algorithm {names.get(method) or _no()}"]
-    options += [f"--speculative-draft-model-path {path}"] * bool(argument)
+    looks_up = names[method] == "NGRAM"
+    options += [f"--speculative-draft-model-path {path}"] * bool(argument and not looks_up)
     note = f"# for at most {counted(max(schedule), 'request')} at once, always on"
-    if method == "dflash":
+    if looks_up:  # by default a tree, of what followed last
+        order = "PROB" if method == "suffix" else "BFS"
+        options.append(f"--speculative-num-draft-tokens {draft + 1}")
+        options.append(
+            f"--speculative-ngram-max-bfs-breadth 1 --speculative-ngram-match-type {order}"
+        )
+        note += "; looks up in the texts of all requests, so measure its acceptance there"
+    elif method == "dflash":
         options.append(f"--speculative-dflash-block-size {draft + 1}")
     elif method == "dspark":
         note += ", with the draft length of the checkpoint"

@@ -310,6 +310,16 @@ def test_tensorrt_llm_is_told_in_yaml():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "order"), [("ngram", "BFS"), ("ngram:2", "BFS"), ("suffix", "PROB")]
+)
+def test_a_lookup_in_sglang_is_a_chain_out_of_its_own_tree(name, order):
+    line = engines.options(plan(name), "target-10m")["SGLang"]
+    words = shlex.split(line, comments=True)
+    assert words[1::2] == ["NGRAM", "5", "1", order]
+    assert line.endswith("measure its acceptance there")
+
+
 def test_a_draft_model_and_heads_are_named_by_their_folder():
     draft = str(shelf.find("sibling-3m"))
     for name in ("sibling-3m", "model"):
