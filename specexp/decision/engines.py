@@ -95,21 +95,19 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
     names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN",
-             "dflash": "DFLASH", "dspark": "DSPARK",
-             "ngram": "NGRAM", "suffix": "NGRAM"}  # fmt: skip
+             "dflash": "DFLASH", "dspark": "DSPARK"}  # fmt: skip
+    orders = {"ngram": "BFS", "suffix": "PROB"}  # what followed last, and what did most often
     draft, path = next(iter(schedule.values())), shlex.quote(argument)
-    options = [f"--speculative-algorithm {names.get(method) or _no()}"]
-    looks_up = names[method] == "NGRAM"
-    options += [f"--speculative-draft-model-path {path}"] * bool(argument and not looks_up)
     note = f"# for at most {counted(max(schedule), 'request')} at once, always on"
-    if looks_up:  # by default a tree, of what followed last
-        order = "PROB" if method == "suffix" else "BFS"
-        options.append(f"--speculative-num-draft-tokens {draft + 1}")
-        options.append(
-            f"--speculative-ngram-max-bfs-breadth 1 --speculative-ngram-match-type {order}"
+    if order := orders.get(method):
+        return (
+            f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {draft + 1} "
+            f"--speculative-ngram-max-bfs-breadth 1 --speculative-ngram-match-type {order}  "
+            f"{note}; looks up in the texts of all requests, so measure its acceptance there"
         )
-        note += "; looks up in the texts of all requests, so measure its acceptance there"
-    elif method == "dflash":
+    options = [f"--speculative-algorithm {names.get(method) or _no()}"]
+    options += [f"--speculative-draft-model-path {path}"] * bool(argument)
+    if method == "dflash":
         options.append(f"--speculative-dflash-block-size {draft + 1}")
     elif method == "dspark":
         note += ", with the draft length of the checkpoint"

@@ -61,10 +61,10 @@ def marks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def scripts() -> list[str]:
-    """Those of SCRIPTS that are installed."""
+def fonts(family: str) -> list[str]:
+    """This family, and behind it those of SCRIPTS that are installed."""
     installed = set(font_manager.get_font_names())
-    return [name for name in SCRIPTS if name in installed]
+    return [family, *(name for name in SCRIPTS if name in installed)]
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def panels(count: int, width: float, height: float, **grid: Any) -> Iterator[tup
     rows = min(count, math.ceil(count * width / WIDEST - 0.01))
     columns = math.ceil(count / rows)
     size = (min(WIDEST, columns * width), rows * height)
-    sheet = SHEET | {"font.family": ["sans-serif", *scripts()]}
+    sheet = SHEET | {"font.family": fonts("sans-serif")}
     with sns.axes_style("whitegrid"), sns.plotting_context("notebook"), plt.rc_context(sheet):
         figure, axes = plt.subplots(
             rows, columns, figsize=size, layout="constrained", squeeze=False, **grid

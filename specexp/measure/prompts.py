@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "prompts"
 NAMES = ("code", "prose", "records", "editing", "messy")  # files, and their one category each
+SETS = f"shipped are {', '.join(NAMES)}, all"
 KEYS = ("turns", "prompt", "messages", "conversations", "text")  # of the text, the first one counts
 SHOWN = 5  # broken records named in one message
 USERS, ASSISTANTS = ("user", "human"), ("assistant", "gpt")  # their names in chats
@@ -130,6 +131,8 @@ def _distinct(prompts: Sequence[Prompt], key: Callable[[Prompt], Any]) -> tuple[
 
 def files(path_or_name: str | Path) -> list[Path]:
     """The files that a name of prompts stands for."""
+    if path_or_name == "":
+        raise UserError(f"no prompts are named: give a file or a folder; {SETS}")
     if path_or_name in (*NAMES, "all"):
         if not SHIPPED.is_dir():
             raise UserError(
@@ -261,14 +264,11 @@ def _read(path: Path) -> tuple[list[Prompt], str]:
 
 
 def _bytes(path: Path) -> bytes:
-    shipped = f"shipped are {', '.join(NAMES)}, all"
     try:
         return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except FileNotFoundError:
-        near = meant(str(path), [*NAMES, "all"], meant_beside(path, f"; {shipped}"))
+        near = meant(str(path), [*NAMES, "all"], meant_beside(path, f"; {SETS}"))
         raise UserError(f"no prompts at {path}{near}") from None
-    except IsADirectoryError:  # other folders have been read by now
-        raise UserError(f"no prompts are named: give a file or a folder; {shipped}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read prompts from {str(path)!r}: {reason}") from None

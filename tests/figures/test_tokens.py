@@ -122,12 +122,12 @@ def test_tokens_of_other_scripts_are_drawn_in_fonts_that_are_installed(pairing, 
     """matplotlib's own fonts stand for those of a machine: one of them has a letter that DejaVu
     lacks."""
     monkeypatch.setattr(style, "SCRIPTS", ("not installed", "STIXGeneral"))
-    style.scripts.cache_clear()
+    style.fonts.cache_clear()
     monkeypatch.setattr(figures.rounds, "_label", lambda text: "\N{SCRIPT SMALL G}")
     try:
         figure = figures.rounds.strip(pairing.generate(PROMPTS[0].text, 4))
     finally:
-        style.scripts.cache_clear()
+        style.fonts.cache_clear()
     assert "STIXGeneral" in figure.axes[0].texts[0].get_fontfamily()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a glyph that is missing from all fonts is warned of
