@@ -54,15 +54,16 @@ def check(
     result = checking.check(server, pairing, texts, max_new_tokens, other)
     if out:
         result.samples.to_csv(out, index=False)
+    engine = server.dialect.name
     if as_json:
         opt.say(opt.json_text({
-            "engine": server.kind, "model": server.model, "drafter": pairing.drafter,
+            "engine": engine, "model": server.model, "drafter": pairing.drafter,
             "gamma": pairing.options["gamma"], "findings": result.lines(),
             "positions": result.positions.to_dict("records"),
             "prompts": result.samples.to_dict("records"), **result.figures(),
         }))  # fmt: skip
     else:
-        opt.say(f"{server.kind} at {server.url}: {server.model}; here {pairing.drafter}, {texts}")
+        opt.say(f"{engine} at {server.url}: {server.model}; here {pairing.drafter}, {texts}")
         opt.say(*result.lines())
         if result.drafts:
             rows = terminal.table("drafts with at least so many tokens accepted",

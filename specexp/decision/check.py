@@ -138,7 +138,7 @@ def check(
         each.complete(texts[0], 2)
     here = one_pairing.acceptance([pairing], prompts, max_new_tokens)
     rows, outputs = [], {name: list[Reply]() for name in servers}
-    start = before = server.counters()
+    start = before = server.dialect.counters()
     for number, ids in enumerate(tqdm(texts, desc="server", unit="prompt")):
         row: dict[str, Any] = {"question_id": prompts[number].question_id}
         for name in list(servers)[:: 1 if number % 2 else -1]:
@@ -146,12 +146,12 @@ def check(
             outputs[name].append(reply)
             row |= {f"{name}tokens": len(reply.tokens), f"{name}s": reply.s,
                     f"{name}ttft_s": reply.ttft_s, f"{name}later": reply.later}  # fmt: skip
-        now = server.counters()
+        now = server.dialect.counters()
         row |= {name: now[name] - before[name] for name in COUNTS}
         before = now
         rows.append(row)
     gamma = int(here["gamma"].max())
-    full = gamma if server.counts_every_round else None
+    full = gamma if server.dialect.counts_every_round else None
     counts = [_counts(rounds, full) for rounds in here["rounds"]]
     reference = pd.DataFrame(counts, columns=COUNTS).add_prefix("here_")
     reference["here_tokens"] = here["emitted"]

@@ -258,7 +258,7 @@ def test_events_and_counters_that_say_nothing_are_left_out(serving, pairing):
     )
     assert server.model == ""
     assert len(server.complete([1, 2], 4).tokens) == 4
-    assert not server.counters()["drafts"]
+    assert not server.dialect.counters()["drafts"]
 
 
 @pytest.mark.parametrize("spoils", [False, True])
