@@ -68,7 +68,7 @@ def train(
         "Folder to write to; default: mlruns/zoo/models, with --quick mlruns/zoo/quick."
     ),
     heads: str | None = opt.own(
-        "Train heads for --target instead: medusa, eagle, eagle3, dflash or dspark."
+        "Train heads for --target instead: medusa, eagle, eagle3, dflash, dflash2 or dspark."
     ),
     draft: bool = opt.own("Train a draft model from --target's layers instead.", False),
     target: str | None = opt.own(

@@ -76,6 +76,7 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "peagle": {"method": "eagle3", "model": argument, "parallel_drafting": True},
         "eagle": {"method": "eagle", "model": argument},
         "dflash": {"method": "dflash", "model": argument},
+        "dflash2": {"method": "dflash", "model": argument},
         "dspark": {"method": "dspark", "model": argument},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": _match(argument)},
         "mtp": {"method": "mtp"},
@@ -95,7 +96,7 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
     names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN",
-             "dflash": "DFLASH", "dspark": "DSPARK"}  # fmt: skip
+             "dflash": "DFLASH", "dflash2": "DFLASH", "dspark": "DSPARK"}  # fmt: skip
     orders = {"ngram": "BFS", "suffix": "PROB"}  # what followed last, and what did most often
     draft, path = next(iter(schedule.values())), shlex.quote(argument)
     note = f"# for at most {counted(max(schedule), 'request')} at once, always on"
@@ -107,7 +108,7 @@ def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
         )
     options = [f"--speculative-algorithm {names.get(method) or _no()}"]
     options += [f"--speculative-draft-model-path {path}"] * bool(argument)
-    if method == "dflash":
+    if method in ("dflash", "dflash2"):
         options.append(f"--speculative-dflash-block-size {draft + 1}")
     elif method == "dspark":
         note += ", with the draft length of the checkpoint"
@@ -147,8 +148,8 @@ def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
         own = f"--spec-type {simple}"
     elif behind == "mtp":
         own = f"--spec-type draft-mtp{lookup} --spec-draft-n-max {draft}"
-    elif behind in ("model", "eagle3", "dflash", "dspark"):
-        kind = "draft-simple" if behind == "model" else f"draft-{behind}"
+    elif behind in ("model", "eagle3", "dflash", "dflash2", "dspark"):
+        kind = "draft-" + {"model": "simple", "dflash2": "dflash"}.get(behind, behind)
         own = f"--spec-type {kind}{lookup} --spec-draft-n-max {draft} --spec-draft-model DRAFT.gguf"
     else:
         _no()

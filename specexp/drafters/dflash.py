@@ -1,10 +1,10 @@
-"""Draft a whole block in one pass (DFlash), corrected token by token (DSpark).
+"""Draft a whole block in one pass (DFlash), corrected token by token (DSpark, DFlash 2).
 
 (Chen et al. 2026, DFlash, arXiv 2602.06036.) A round feeds the root and a mask for each draft
 token. Of the text before the root, the layers read keys and values of the target's hidden states,
 which are written before a token is committed, so no draft token is ever fed. What is drafted at a
-level does not depend on the levels above it, except by DSpark's Markov head, whose bias depends on
-the token before.
+level does not depend on the levels above it, except by DSpark's Markov head or DFlash 2's selector,
+which read the token before.
 """
 
 import torch
@@ -14,7 +14,7 @@ from specexp.drafters import Drafter, Prepared, Request
 from specexp.growth import Level, at_once, grow
 from specexp.models.heads.block import Block, network, shape_of
 from specexp.models.heads.borrowing import lm_of
-from specexp.models.heads.layouts import read
+from specexp.models.heads.layouts import BLOCKS, read
 from specexp.models.heads.weights import check, load
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
@@ -65,7 +65,7 @@ class BlockDrafter(Drafter):
         def corrected(level: Level) -> Tensor:
             logits = independent(level)
             state = states[0][:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
-            return logits + self.net.bias(level.tokens, state)[..., : self.lm.vocab]
+            return self.net.corrected(logits, level.tokens, state)
 
         step = corrected if shape.rank else independent
         return grow(seqs, tree, step, self.sampling, rng)
@@ -78,9 +78,10 @@ class BlockDrafter(Drafter):
 
 
 def prepare(request: Request) -> Prepared:
-    """`dflash:NAME`: a folder or hub id of DFlash or DSpark weights; without a name, the zoo's."""
+    """`dflash:NAME`: a folder or hub id of DFlash, DFlash 2 or DSpark weights; without a name, the
+    zoo's."""
     head = read(request.source(request.method, request.argument))
-    check(head, request.config, request.target, "dflash", "dspark")
+    check(head, request.config, request.target, *BLOCKS)
     shape = shape_of(head)
     return Prepared(
         lambda target: BlockDrafter(load(head, target.module), target, request.sampling),

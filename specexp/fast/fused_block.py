@@ -57,6 +57,8 @@ def _fuse(block: Block, vocab: int) -> tuple[FusedBlock | None, str]:
     shape, embed = block.shape, block.borrowed[0].weight
     if len({*shape.spans}) > 1 or shape.spans[0][0]:
         return None, "its layers have windows"
+    if shape.kernel:
+        return None, "its layers have convolutions"
     if (shape.embeds_by, shape.scale, shape.cap) != (1, 1, 0):
         return None, "it scales embeddings or logits"
     if not shape.draft_vocab and getattr(block.borrowed[1], "bias", None) is not None:

@@ -1,4 +1,4 @@
-"""Trains Medusa, EAGLE, DFlash and DSpark heads for a target, on the target's own distribution.
+"""Trains Medusa, EAGLE and block heads for a target, on the target's own distribution.
 
 Every batch passes through the target first, without gradients, for its hidden states and its
 distribution p. The heads learn p (soft cross-entropy), not the text. EAGLE is trained on its own
@@ -31,8 +31,9 @@ from specexp.zoo.recipes import END, HEADS, HeadRecipe, insist_on_heads
 from specexp.zoo.rows import Documents, Rows, Texts, encode, read
 
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
-Predictions = Callable[[Tensor], Iterator[tuple[Tensor, Tensor]]]
-"""From a batch [B, T + 1], for each drafted position: logits of the heads and p, [B, n, V] each."""
+Predictions = Callable[[Tensor], Iterator[tuple[Tensor, ...]]]
+"""From a batch [B, T + 1], for each drafted position: logits of the heads and p, [B, n, V] each,
+and other logits that are to follow p, if there are any."""
 
 
 Heads = Medusa | Eagle | Block
@@ -79,8 +80,9 @@ def block_shape(recipe: HeadRecipe, config: Any, end: int) -> BlockShape:
     taps, spans = default_taps(config.num_hidden_layers), ((0, False),) * recipe.layers
     vocab = min(recipe.draft_vocab, config.vocab_size)
     return BlockShape(
-        recipe.kind, layers, recipe.block, end, taps, spans, draft_vocab=vocab, rank=recipe.rank
-    )
+        recipe.kind, layers, recipe.block, end, taps, spans, draft_vocab=vocab, rank=recipe.rank,
+        candidates=recipe.candidates, kernel=recipe.kernel, group=recipe.group,
+    )  # fmt: skip
 
 
 def _settings(recipe: HeadRecipe, config: Any) -> dict[str, Any]:
@@ -93,14 +95,16 @@ def _settings(recipe: HeadRecipe, config: Any) -> dict[str, Any]:
 def loss_of(predictions: Predictions, device: str) -> train.Loss:
     """Soft cross-entropy summed over drafted positions, position i with the weight DECAY**i.
 
-    Tokens outside the draft vocabulary do not contribute."""
+    Tokens that cannot be drafted do not contribute."""
 
     def loss(batch: Tensor) -> Tensor:
         with train.mixed(device):
             parts = []
-            for i, (logits, p) in enumerate(predictions(batch)):
-                log_q = logits.float().log_softmax(-1)
-                parts.append(-(DECAY**i) * (p * log_q).sum(-1).mean())
+            for i, (first, p, *others) in enumerate(predictions(batch)):
+                for logits in (first, *others):
+                    log_q = logits.float().log_softmax(-1)
+                    cross = (p * log_q).masked_fill(log_q.isneginf(), 0).sum(-1)
+                    parts.append(-(DECAY**i) * cross.mean())
             return torch.stack(parts).sum()
 
     return loss
@@ -112,7 +116,7 @@ def accuracy(predictions: Predictions, rows: Tensor, device: str) -> list[float]
 
     rows [B, T + 1]; where there is a draft vocabulary, the target's most likely token in it."""
     with train.mixed(device):
-        same = (logits.argmax(-1) == p.argmax(-1) for logits, p in predictions(rows))
+        same = (logits.argmax(-1) == p.argmax(-1) for logits, p, *_ in predictions(rows))
         return [float(hits.float().mean()) for hits in same]
 
 
@@ -125,13 +129,13 @@ def predictions_of(model: Heads, target: PreTrainedModel, unroll: int) -> Predic
         p = target.get_output_embeddings()(out.last_hidden_state).float().softmax(-1)
         return out.last_hidden_state, out.hidden_states, p
 
-    def medusa(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def medusa(batch: Tensor) -> Iterator[tuple[Tensor, ...]]:
         assert isinstance(model, Medusa)
         hidden, _, p = target_sees(batch, False)
         for ahead, head in enumerate(model, 1):
             yield head(hidden[:, :-ahead]), p[:, ahead:]
 
-    def eagle(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def eagle(batch: Tensor) -> Iterator[tuple[Tensor, ...]]:
         assert isinstance(model, Eagle)
         _, states, p = target_sees(batch, True)
         p = p[..., model.draft_ids] if model.shape.fused else p
@@ -145,7 +149,7 @@ def predictions_of(model: Heads, target: PreTrainedModel, unroll: int) -> Predic
             yield model.draft_logits(predicted[:, number:]), p[:, number:]
             features = predicted.roll(1, 1)
 
-    def block(batch: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def block(batch: Tensor) -> Iterator[tuple[Tensor, ...]]:
         assert isinstance(model, Block)
         _, states, p = target_sees(batch, True)
         p, K = p[..., model.draft_ids], model.shape.block
@@ -161,10 +165,13 @@ def predictions_of(model: Heads, target: PreTrainedModel, unroll: int) -> Predic
         hidden = model.hidden(tokens.view(B, -1), at, masks, cache).view(B, -1, K, E)
         for place in range(1, K):
             state, before = hidden[:, :, place], roots + place - 1
-            logits = model.draft_logits(state)
-            if model.shape.rank:
-                logits = logits + model.markov_head(batch[:, before], state)
-            yield logits, p[:, before]
+            logits, token = model.draft_logits(state), batch[:, before]
+            if model.shape.candidates:
+                yield model.candidate_selector(logits, token, state), p[:, before], logits
+            elif model.shape.rank:
+                yield logits + model.markov_head(token, state), p[:, before]
+            else:
+                yield logits, p[:, before]
 
     return {Medusa: medusa, Eagle: eagle, Block: block}[type(model)]
 

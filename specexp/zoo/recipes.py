@@ -62,12 +62,13 @@ class Course:
 @dataclass(frozen=True)
 class HeadRecipe:
     """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE), those,
-    `layers` and `block` (DFlash), and `rank` (DSpark).
+    `layers` and `block` (DFlash), and `rank` (DSpark), or `rank`, `candidates`, `kernel` and
+    `group` (DFlash 2, which can draft every token: `draft_vocab` 0).
 
     `unroll`: passes of EAGLE in training, each on the output of the one before (training-time test,
     Li et al. 2025, EAGLE-3, section 3.2)."""
 
-    kind: str  # "medusa", "eagle", "eagle3", "dflash" or "dspark"
+    kind: str  # "medusa", "eagle", "eagle3", "dflash", "dflash2" or "dspark"
     about: str
     courses: tuple[Course, ...]
     heads: int = 3
@@ -77,11 +78,14 @@ class HeadRecipe:
     unroll: int = 3
     block: int = 8
     rank: int = 0
+    candidates: int = 0
+    kernel: int = 0
+    group: int = 0
     seed: int = 5
 
     def quick(self) -> "HeadRecipe":
         courses = tuple(course.quick() for course in self.courses)
-        return replace(self, courses=courses, hidden=64, draft_vocab=256)
+        return replace(self, courses=courses, hidden=64, draft_vocab=min(self.draft_vocab, 256))
 
 
 FOLLOW = {"prose": 2, "continued": 3}
@@ -109,6 +113,17 @@ _HEADS = (
         "A DFlash block: seven draft tokens in one pass, from hidden states of three depths.",
         _BLOCK,
         layers=2,
+    ),
+    HeadRecipe(
+        "dflash2",
+        "A DFlash 2 block: seven draft tokens in one pass, each chosen to follow the one before.",
+        _BLOCK,
+        layers=2,
+        draft_vocab=0,
+        rank=64,
+        candidates=16,
+        kernel=2,
+        group=16,
     ),
     HeadRecipe(
         "dspark",

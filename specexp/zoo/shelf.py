@@ -23,11 +23,11 @@ GET = (
     "an installed specexp has no models of its own: clone the repository, which contains them in "
     "data/zoo, and set SPECEXP_ZOO to that folder; your own models work without"
 )
-ROLES = ("target", "draft", "medusa", "eagle3", "eagle", "dspark", "dflash", "control")
+ROLES = ("target", "draft", "medusa", "eagle3", "eagle", "dspark", "dflash", "dflash2", "control")
 MADE = ("zoo/packaged", "zoo/gguf", "zoo/drafts", "twins")  # folders of the store that hold models
 METHODS = {
     "model": ("draft",), "medusa": ("medusa",), "eagle": ("eagle3", "eagle"),
-    "dflash": ("dspark", "dflash"),
+    "dflash": ("dspark", "dflash2", "dflash"),
 }  # fmt: skip
 
 

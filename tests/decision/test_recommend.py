@@ -364,16 +364,24 @@ def test_a_targets_own_layer_needs_no_other_model():
     assert "use_mtp=True" in written["transformers"]
 
 
-@pytest.mark.parametrize(("kind", "called"), [("dflash", "DFlash"), ("dspark", "DSpark")])
-def test_a_block_drafter_is_called_by_its_kind(tmp_path, kind, called):
-    heads = ["fc", "hidden_norm", *["markov_head.markov_w1"] * (kind == "dspark")]
+@pytest.mark.parametrize(
+    ("kind", "called", "own"),
+    [("dflash", "DFlash", "fc"), ("dspark", "DSpark", "markov_head.markov_w1"),
+     ("dflash", None, "candidate_selector.hidden_projection")],
+    ids=["DFlash", "DSpark", "DFlash 2"],
+)  # fmt: skip
+def test_a_block_drafter_is_called_by_its_kind(tmp_path, kind, called, own):
+    heads = {"fc", "hidden_norm", own}
     save_file({f"{name}.weight": torch.zeros(1) for name in heads}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     written = engines.options(plan(f"dflash:{tmp_path}"), "target-10m")
     own = json.loads(shlex.split(written["vLLM"])[1])
     assert (own["method"], own["model"]) == (kind, str(tmp_path))
-    own = yaml.safe_load(written["TensorRT-LLM"])["speculative_config"]
-    assert (own["decoding_type"], own["speculative_model"]) == (called, str(tmp_path))
+    if called is None:
+        assert written["TensorRT-LLM"] == engines.NOT_THERE
+    else:
+        own = yaml.safe_load(written["TensorRT-LLM"])["speculative_config"]
+        assert (own["decoding_type"], own["speculative_model"]) == (called, str(tmp_path))
     assert written["llama.cpp"].startswith(f"--spec-type draft-{kind} --spec-draft-n-max 4")
     words = shlex.split(written["SGLang"], comments=True)
     assert words[1::2] == [kind.upper(), str(tmp_path), *["5"] * (kind == "dflash")]

@@ -32,8 +32,8 @@ SHAPES = {
     "branching": [Tree.branching(2, 2), Tree((-1, 0, 0, 0, 1, 1, 3, 4))],
     "grown": [Tree.grown(9, 3), Tree.grown(12, 2)],
 }
-KINDS = ["model", "parallel", "eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa",
-         "early_exit"]  # fmt: skip
+KINDS = ["model", "parallel", "eagle", "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark",
+         "medusa", "early_exit"]  # fmt: skip
 
 
 class Tossed(Rule):

@@ -92,6 +92,7 @@ def test_tokens_outside_the_vocabulary_are_left_out(kind):
     ("changes", "said"),
     [
         ({"spans": ((6, False),) * 2}, "have windows"),
+        ({"kernel": 2}, "have convolutions"),
         ({"cap": 30.0}, "it scales embeddings or logits"),
     ],
 )

@@ -28,7 +28,7 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 DRAFTS = 20  # tokens of the draft vocabulary
 
 
-def tensors(rank=0, gated=False, draft_vocab=0, confidence=False):
+def tensors(rank=0, gated=False, draft_vocab=0, confidence=False, second=False):
     torch.manual_seed(5)
     shapes = {"fc": (E, 2 * E), "hidden_norm": (E,), "norm": (E,)}
     for i in range(2):
@@ -39,7 +39,7 @@ def tensors(rank=0, gated=False, draft_vocab=0, confidence=False):
             f"{mlp}.gate_proj": (64, E), f"{mlp}.up_proj": (64, E), f"{mlp}.down_proj": (E, 64),
             f"layers.{i}.input_layernorm": (E,), f"layers.{i}.post_attention_layernorm": (E,),
         }  # fmt: skip
-    if rank:
+    if rank and not second:
         shapes |= {
             "markov_head.markov_w1": (V, rank), "markov_head.markov_w2": (draft_vocab or V, rank),
         }  # fmt: skip
@@ -55,6 +55,14 @@ def tensors(rank=0, gated=False, draft_vocab=0, confidence=False):
     if draft_vocab:
         ids = torch.arange(draft_vocab) + torch.arange(draft_vocab) // 2
         held |= {"d2t": ids - torch.arange(draft_vocab), "t2d": torch.zeros(V, dtype=torch.bool)}
+    if second:
+        selector = "candidate_selector"
+        names = {f"{selector}.{side}_codebook": (V, rank) for side in ("predecessor", "successor")}
+        names[f"{selector}.hidden_projection.weight"] = (rank, E)
+        for conv in (f"layers.{i}.{part}_conv" for i in range(2) for part in ("attention", "mlp")):
+            names |= {f"{conv}.base_kernel": (2, 2, E),
+                      f"{conv}.kernel_projection.weight": (2 * 2 * 8, E)}  # fmt: skip
+        held |= {name: torch.randn(shape) / 3 for name, shape in names.items()}
     return held
 
 
@@ -72,6 +80,7 @@ SPECULATORS = {
     "aux_hidden_state_layer_ids": [1, 2],
 }  # fmt: skip
 MARKOV = {"markov_rank": 4, "mask_token_id": 3, "block_size": 7, "enable_confidence_head": True}
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 6}
 NESTED = {"mask_token_id": 3, "target_layer_ids": [0, 1]}
 LAYOUTS = {
     "DFlash": (
@@ -108,6 +117,14 @@ LAYOUTS = {
         SPECULATORS | {
             "transformer_layer_config": LAYERS | SLIDING, "sliding_window_non_causal": True,
         }, tensors(draft_vocab=DRAFTS), {"spans": ((9, False), (0, False))},
+    ),
+    "DFlash 2": (
+        LAYERS | {"block_size": 8, "dflash_config": NESTED | SECOND}, tensors(3, second=True),
+        {"kind": "dflash2", "deepest": 7, "kernel": 2, "group": 4, "rank": 3, "candidates": 6},
+    ),
+    "DFlash 2 in speculators": (
+        SPECULATORS | SECOND | {"speculators_model_type": "dflash2", "draft_vocab_size": V},
+        tensors(3, second=True), {"kind": "dflash2", "draft_vocab": 0, "candidates": 6},
     ),
     "DSpark": (
         LAYERS | MARKOV | {"target_layer_ids": [0, 1]}, tensors(4, confidence=True),
@@ -160,13 +177,18 @@ def test_states_are_those_of_transformers_own_block(tmp_path):
     assert torch.allclose(out.last_hidden_state[0, 1:], block_hidden(net, text, 5), atol=1e-9)
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("dflash", 0), ("dspark", 4)])
-def test_saved_block_is_read_as_it_was(tmp_path, kind, rank):
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [("dflash", {"draft_vocab": V - 8}),
+     ("dspark", {"draft_vocab": V - 8, "rank": 4, "gated": True}),
+     ("dflash2", {"rank": 4, "candidates": 5, "kernel": 3, "group": 8})],
+)  # fmt: skip
+def test_saved_block_is_read_as_it_was(tmp_path, kind, own):
     """In the layout of `speculators`."""
     net = heads("dflash")
-    shape = dataclasses.replace(net.shape, kind=kind, draft_vocab=V - 8, rank=rank, gated=rank > 0)
-    net = Block(shape, *net.borrowed).to(net.dtype)
-    net.d2t.fill_(3)
+    net = Block(dataclasses.replace(net.shape, kind=kind, **own), *net.borrowed).to(net.dtype)
+    if net.shape.draft_vocab:
+        net.d2t.fill_(3)
     save(tmp_path, net, "org/target")
     head = layouts.read(tmp_path)
     check(head, module().config, "target", kind)
@@ -198,9 +220,14 @@ BAD = {
     "recurrent": (bad("DSpark", markov_head_type="rnn"), "Markov head of type rnn, which is not"),
     "values": (bad("DFlash", attention_value_scale=2), "attention_value_scale 2, which is not run"),
     "Domino": (bad("speculators", shift_label=True), "with shift_label True, which is not run"),
-    "DFlash2": (
-        bad("DFlash", shapes=["candidate_selector.x"]), "has unknown candidate_selector.x",
+    "no kernel": (
+        bad("DFlash 2", dflash_config=NESTED | SECOND | {"conv_kernel_size": 0}),
+        "must give conv_kernel_size, conv_group_size, selector_rank, selector_top_k, all above 0",
     ),
+    "odd groups": (
+        bad("DFlash 2", dflash_config=NESTED | SECOND | {"conv_group_size": 5}), "no such layer",
+    ),
+    "unknown": (bad("DFlash", shapes=["domino.x"]), "has unknown domino.x"),
     "missing": (bad("DFlash", without=["layers.1.mlp.up_proj.weight"]), "lacks layers.1.mlp.up"),
     "no head": (bad("speculators", without=["lm_head.weight"]), "has unknown d2t"),
     "no layers' width": (bad("DFlash", num_attention_heads=0), "describes no such layer"),

@@ -71,6 +71,25 @@ def mtp_says(net, text: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
+def around(layer, name: str, part, x: torch.Tensor) -> torch.Tensor:
+    """A part of a layer for inputs x [places, E], with its convolution if it has one: each place's
+    mix with those before it, of the input and of the output."""
+    conv = getattr(layer, name, None)
+    if conv is None:
+        return part(x)
+    own = conv.kernel_projection(x).view(len(x), *conv.base_kernel.shape[:2], -1)
+    weights = conv.base_kernel + own.repeat_interleave(conv.group, -1)
+
+    def mixed(values: torch.Tensor, side: int) -> torch.Tensor:
+        rows = torch.zeros_like(values)
+        for at, kernel in enumerate(weights[:, side]):
+            for tap, weight in enumerate(kernel[: at + 1]):
+                rows[at] += weight * values[at - tap]
+        return rows
+
+    return mixed(part(mixed(x, 0)), 1)
+
+
 def block_hidden(net, text: list[int], count: int) -> torch.Tensor:
     """[places, E]: by every layer in turn, each place's attention by itself, in a list of all keys
     of the text and the block."""
@@ -82,32 +101,47 @@ def block_hidden(net, text: list[int], count: int) -> torch.Tensor:
     cos, sin = (part[0] for part in net.rotary(x[None], at))
     for layer, (window, causal) in zip(net.layers, shape.spans, strict=True):
         own, H, d = layer.self_attn, net.config.num_attention_heads, net.config.head_dim
-        read = torch.cat([features, layer.input_layernorm(x)])
-        turn = functools.partial(apply_rotary_pos_emb, cos=cos, sin=sin, unsqueeze_dim=1)
-        queries = own.q_norm(own.q_proj(read).view(len(read), H, d))
-        keys = own.k_norm(own.k_proj(read).view(len(read), -1, d)).repeat_interleave(2, 1)
-        queries, keys = turn(queries, keys)
-        values = own.v_proj(read).view(len(read), -1, d).repeat_interleave(2, 1)
-        mixed = []
-        for place in range(n - 1, len(read)):
-            seen = [
-                key for key in range(len(read))
-                if (key <= place or not causal) and (not window or abs(place - key) < window)
-            ]  # fmt: skip
-            scores = torch.einsum("hd,khd->hk", queries[place], keys[seen]) / d**0.5
-            mixed.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[seen]).flatten())
-        x = x + own.o_proj(torch.stack(mixed))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+
+        def attention(x, own=own, H=H, d=d, window=window, causal=causal):
+            read = torch.cat([features, x])
+            turn = functools.partial(apply_rotary_pos_emb, cos=cos, sin=sin, unsqueeze_dim=1)
+            queries = own.q_norm(own.q_proj(read).view(len(read), H, d))
+            keys = own.k_norm(own.k_proj(read).view(len(read), -1, d)).repeat_interleave(2, 1)
+            queries, keys = turn(queries, keys)
+            values = own.v_proj(read).view(len(read), -1, d).repeat_interleave(2, 1)
+            mixed = []
+            for place in range(n - 1, len(read)):
+                seen = [
+                    key for key in range(len(read))
+                    if (key <= place or not causal) and (not window or abs(place - key) < window)
+                ]  # fmt: skip
+                scores = torch.einsum("hd,khd->hk", queries[place], keys[seen]) / d**0.5
+                mixed.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[seen]).flatten())
+            return own.o_proj(torch.stack(mixed))
+
+        x = x + around(layer, "attention_conv", attention, layer.input_layernorm(x))
+        x = x + around(layer, "mlp_conv", layer.mlp, layer.post_attention_layernorm(x))
     return net.norm(x)[-count:]
+
+
+def selected(selector, logits: torch.Tensor, last: int, state: torch.Tensor) -> torch.Tensor:
+    """[V]: of the likeliest tokens, the logit and the product of three vectors; -inf of others."""
+    scores = torch.full_like(logits, -torch.inf)
+    left = selector.predecessor_codebook[last] * (selector.hidden_projection.weight @ state)
+    for token in logits.topk(selector.count).indices.tolist():
+        scores[token] = logits[token] + left @ selector.successor_codebook[token]
+    return scores
 
 
 @torch.no_grad()
 def block_says(net, text: list[int], count: int) -> list[int]:
     drafted: list[int] = []
     for state in block_hidden(net, text, count):
-        logits = net.draft_logits(state)
-        if net.shape.rank:
-            logits = logits + net.markov_head(torch.tensor([*text, *drafted][-1]), state)
+        logits, last = net.draft_logits(state), [*text, *drafted][-1]
+        if net.shape.candidates:
+            logits = selected(net.candidate_selector, logits, last, state)
+        elif net.shape.rank:
+            logits = logits + net.markov_head(torch.tensor(last), state)
         best = int(logits.argmax())
         drafted.append(int(net.draft_ids[best]) if net.shape.draft_vocab else best)
     return drafted

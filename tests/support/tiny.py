@@ -66,8 +66,8 @@ RULES = {"match": Match(), "reject": Reject(), "block": Block()}
 SHAPES = [(r, t) for r in RULES for t in TREES if r != "block" or TREES[t].is_chain]
 DRAFTERS = (
     "null", "ngram", "model", "chosen", "self", "parallel", "early_exit", "medusa", "eagle",
-    "eagle3", "peagle", "mtp", "dflash", "dspark", "crossed", "planted", "suffix", "recycle",
-    "lookup", "lookup_eagle3",
+    "eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark", "crossed", "planted", "suffix",
+    "recycle", "lookup", "lookup_eagle3",
 )  # fmt: skip
 
 
@@ -210,10 +210,16 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
             spans = (0, False), (5, True)
             shape = replace(shape, from_root=True, draft_vocab=V - 8, rank=4, gated=True,
                             spans=spans)  # fmt: skip
+        if kind == "dflash2":
+            shape = replace(shape, rank=4, candidates=5, kernel=3, group=4)
         made = block.Block(shape, target.get_input_embeddings(), target.get_output_embeddings())
         if kind == "dspark":
             made.d2t.fill_(3)
             torch.nn.init.normal_(made.markov_head.markov_w2.weight)
+        if kind == "dflash2":
+            for name, weight in made.named_parameters():
+                if "conv" in name or "selector" in name:
+                    torch.nn.init.normal_(weight, std=0.5)
     elif kind == "mtp":
         says = copy.copy(target)
         says.config = copy.deepcopy(target.config)

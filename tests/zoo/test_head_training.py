@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
-from support.definitions import block_hidden, law_after
+from support.definitions import block_hidden, law_after, selected
 from support.tiny import V, heads, module
 
 from specexp.errors import UserError
@@ -58,15 +58,21 @@ def test_training_inputs_and_targets_match_drafting(kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("K", "rank"), [(2, 0), (5, 0), (4, 3)])
-def test_training_inputs_and_targets_of_blocks_match_drafting(K, rank):
+@pytest.mark.parametrize(
+    ("K", "own"),
+    [(2, {}), (5, {}), (4, {"rank": 3}),
+     (4, {"rank": 3, "candidates": 5, "kernel": 2, "group": 8, "draft_vocab": 0})],
+)  # fmt: skip
+def test_training_inputs_and_targets_of_blocks_match_drafting(K, own):
     """A block that begins at every root, all in one pass."""
     net, target, T = heads("dflash"), module(), 13
-    shape = dataclasses.replace(net.shape, block=K, draft_vocab=V - 8, rank=rank)
+    shape = dataclasses.replace(net.shape, **{"block": K, "draft_vocab": V - 8} | own)
     own = Block(shape, *net.borrowed).to(net.dtype).eval()
-    own.d2t.fill_(3)
-    if rank:
-        torch.nn.init.normal_(own.markov_head.markov_w2.weight)
+    if shape.draft_vocab:
+        own.d2t.fill_(3)
+    for name, weight in own.named_parameters():
+        if any(part in name for part in ("markov_w2", "conv", "selector")):
+            torch.nn.init.normal_(weight)
     drawn = torch.randint(0, V, (2, T + 1), generator=torch.Generator().manual_seed(1))
     predictions = [*predictions_of(own, target, 1)(drawn)]
     assert len(predictions) == K - 1
@@ -76,16 +82,21 @@ def test_training_inputs_and_targets_of_blocks_match_drafting(K, rank):
     for row, text in enumerate(drawn.tolist()):
         for at, root in enumerate(roots):
             states = block_hidden(own, text[: root + 1], K - 1)
-            drafted = own.draft_logits(states)
-            if rank:
-                before = torch.tensor(text[root : root + K - 1])
-                drafted = drafted + own.markov_head(before, states)
-            for place, (logits, right) in enumerate(predictions):
+            drafted = unary = own.draft_logits(states)
+            before = text[root : root + K - 1]
+            if shape.candidates:
+                each = zip(unary, before, states, strict=True)
+                drafted = torch.stack([selected(own.candidate_selector, *one) for one in each])
+            elif shape.rank:
+                drafted = drafted + own.markov_head(torch.tensor(before), states)
+            for place, (logits, right, *also) in enumerate(predictions):
                 assert torch.allclose(logits[row, at], drafted[place], atol=1e-9)
+                for other in also:
+                    assert torch.allclose(other[row, at], unary[place], atol=1e-9)
                 assert torch.allclose(right[row, at].double(), p[row, root + place], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "dflash", "dspark"])
+@pytest.mark.parametrize("kind", [*KINDS, *layouts.BLOCKS])
 def test_head_training_loss_falls(tmp_path, kind):
     target = tiny_llama(0).eval().requires_grad_(False)
     drawn = np.random.default_rng(0).integers(1, V, 5000)
@@ -104,7 +115,7 @@ def test_train_heads_for_a_target_outside_the_zoo(tmp_path):
     tokenizer.save_pretrained(folder)
     text = tmp_path / "text.txt"
     text.write_text("def mean(values): return sum(values) / len(values)\n" * 400)
-    for kind in [*KINDS, "dflash", "dspark"]:
+    for kind in [*KINDS, *layouts.BLOCKS]:
         seen = {}
         made = train_heads(
             kind, folder, tmp_path / "out", tmp_path / "work", quick=True, text=text,

@@ -190,7 +190,7 @@ def licence(trained: Mapping[str, Any] | None) -> str:
 def card_of_heads(facts: Mapping[str, Any]) -> str:
     """The model card of heads trained on the zoo's text, from the content of `zoo.json`."""
     kind, target, trained = facts["role"], facts["target"], facts["trained"]
-    as_speculators = kind in ("eagle3", "dflash", "dspark")
+    as_speculators = kind in ("eagle3", "dflash", "dflash2", "dspark")
     layout = "the `speculators` format" if as_speculators else "the layout of published heads"
     corpus = trained["corpus"]
     terms = "Check the licence of the target: the heads are derived from it."

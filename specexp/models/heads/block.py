@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from specexp.errors import UserError
 from specexp.models.cache import SlotCache
 from specexp.models.heads.borrowing import Borrowing
+from specexp.models.heads.dependence import Convolved, Markov, Selector
 from specexp.models.heads.eagle import LAYER
 from specexp.models.heads.layouts import Head
-from specexp.models.lm import Linear, Network, among_all, as_operations
+from specexp.models.lm import Network, among_all, as_operations
 from specexp.models.servable import cache_name
 from specexp.ops import op
 from specexp.tree import Branches
@@ -27,15 +28,17 @@ from specexp.tree import Branches
 
 @dataclass(frozen=True)
 class BlockShape:
-    """kind: `dflash` or `dspark`; `layers`: the config of all layers (`layers_config`); `block`:
+    """kind: one of `layouts.BLOCKS`; `layers`: the config of all layers (`layers_config`); `block`:
     its tokens, root included; `mask`: the token that stands for one not known yet; `taps`: the
     target's states it reads.
 
     `spans`: for each layer its window (0: none), and whether the block is causal in it.
     `from_root`: the output at each place is for the token after it, not for the token there.
     `draft_vocab`: tokens of its own LM head; 0: it borrows the target's. `rank`, `gated`: of the
-    Markov head; rank 0: none. `embeds_by`, `scale`, `cap`: factors on embeddings and logits, and
-    the bound to which logits are squashed (0: none)."""
+    Markov head; rank 0: none. `candidates`: tokens among which a selector of this rank chooses; 0:
+    no selector. `kernel`: places that a convolution mixes, with a weight for each `group` of
+    channels; 0: none. `embeds_by`, `scale`, `cap`: factors on embeddings and logits, and the bound
+    to which logits are squashed (0: none)."""
 
     kind: str
     layers: Any
@@ -47,6 +50,9 @@ class BlockShape:
     draft_vocab: int = 0
     rank: int = 0
     gated: bool = False
+    candidates: int = 0
+    kernel: int = 0
+    group: int = 0
     embeds_by: float = 1.0
     scale: float = 1.0
     cap: float = 0.0
@@ -55,6 +61,11 @@ class BlockShape:
     def deepest(self) -> int:
         """The most draft tokens of a block."""
         return self.block - (not self.from_root)
+
+
+# the settings of convolutions and the selector, and our names for them
+DFLASH2 = {"conv_kernel_size": "kernel", "conv_group_size": "group", "selector_rank": "rank",
+           "selector_top_k": "candidates"}  # fmt: skip
 
 
 def shape_of(head: Head) -> BlockShape:
@@ -75,13 +86,18 @@ def shape_of(head: Head) -> BlockShape:
             "target_layer_ids"
         )
     layers = layers_config(head.config)
+    own = {"rank": setting("markov_rank", 0)} if head.kind == "dspark" else {}
+    if head.kind == "dflash2":
+        own = {ours: setting(name) for name, ours in DFLASH2.items()}
+        if not all(type(number) is int and number > 0 for number in own.values()):
+            raise UserError(f"{subject}; config.json must give {', '.join(DFLASH2)}, all above 0")
     early = head.kind == "dspark" and "speculators_model_type" not in head.config
     own_head = "lm_head.weight" in head.shapes
     return BlockShape(
         head.kind, layers, block, mask, head.block_taps, tuple(_spans(head, subject)),
         from_root=bool(setting("sample_from_anchor", early)),
         draft_vocab=setting("draft_vocab_size", layers.vocab_size) if own_head else 0,
-        rank=setting("markov_rank", 0) if head.kind == "dspark" else 0, gated=kind == "gated",
+        gated=kind == "gated", **own,
         embeds_by=float(setting("input_embedding_scale", 1)),
         scale=float(setting("output_multiplier", 1)),
         cap=float(setting("final_logit_softcapping", 0)),
@@ -115,27 +131,6 @@ def layers_config(settings: Mapping[str, Any]) -> Any:
     return Qwen3Config(**chosen, attn_implementation="sdpa")
 
 
-class Markov(nn.Module):
-    """Adds to a token's logits a bias that depends on the token before it."""
-
-    def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int, gated: bool) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = Linear(rank, draft_vocab, bias=False)
-        nn.init.zeros_(self.markov_w2.weight)
-        if gated:
-            self.gate_proj = Linear(width + rank, rank)
-        self.gated = gated
-
-    def forward(self, before: Tensor, hidden: Tensor) -> Tensor:
-        """The bias [..., draft_vocab] after tokens `before` [...], where hidden [..., E] is the
-        state of the logits that it is added to."""
-        embedded = self.markov_w1(before.clamp(min=0))
-        if self.gated:
-            embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
-        return self.markov_w2(embedded)
-
-
 class Block(Borrowing):
     """A block's layers, with a head of its own or the target's. It is an `lm.Network`."""
 
@@ -157,10 +152,16 @@ class Block(Borrowing):
         self.norm = qwen3.Qwen3RMSNorm(E, eps)
         self.rotary = qwen3.Qwen3RotaryEmbedding(self.config)
         self.kept = cache_name(self.layers[0])
+        if shape.kernel:
+            self.layers = nn.ModuleList(
+                Convolved(layer, shape.kernel, shape.group, shape.block) for layer in self.layers
+            )
         if shape.draft_vocab:
             self.lm_head = nn.Linear(E, shape.draft_vocab, bias=False)
             self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
-        if shape.rank:
+        if shape.candidates:
+            self.candidate_selector = Selector(V, E, shape.rank, shape.candidates)
+        elif shape.rank:
             self.markov_head = Markov(V, shape.draft_vocab or V, E, shape.rank, shape.gated)
         as_operations(self)
 
@@ -204,9 +205,14 @@ class Block(Borrowing):
             return logits
         return among_all(logits, self.draft_ids, self.config.vocab_size)
 
-    def bias(self, before: Tensor, hidden: Tensor) -> Tensor:
-        """The Markov head's bias [..., V]; see `Markov`."""
-        return self.among_all(self.markov_head(before, hidden))
+    def corrected(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
+        """Logits [..., n] of the first n tokens, from those of a place after tokens `before` [...],
+        where hidden [..., E] is the state of the logits."""
+        if self.shape.candidates:
+            chosen: Tensor = self.candidate_selector(logits, before, hidden)
+            return chosen
+        bias = self.among_all(self.markov_head(before, hidden))
+        return logits + bias[..., : logits.shape[-1]]
 
     def forward(
         self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,

@@ -12,9 +12,10 @@ from specexp.models.lm import LM, Network
 class Borrowing(nn.Module):
     """Has `borrowed`, the target's embedding and LM head, in a tuple, which hides them: not to be
     trained, moved or saved. `d2t` [draft_vocab]: of each row of its own LM head, the target's id
-    minus the row's index."""
+    minus the row's index; missing if it has none."""
 
     d2t: Tensor
+    config: Any
     shape: Any
     borrowed: tuple[Any, ...]
 
@@ -28,7 +29,9 @@ class Borrowing(nn.Module):
 
     @property
     def draft_ids(self) -> Tensor:
-        """[draft_vocab] the target's ids of the tokens it can draft."""
+        """[draft_vocab or V] the target's ids of the tokens it can draft."""
+        if not hasattr(self, "d2t"):
+            return torch.arange(self.config.vocab_size, device=self.device)
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
 

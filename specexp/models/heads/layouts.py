@@ -25,14 +25,14 @@ from specexp.errors import UserError, first_line, refusing, waiting
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, P-EAGLE, DFlash and DSpark, also as speculators"
+LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark, also as speculators"
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
 # derived from d2t, the target's, or by what DSpark lets an engine verify less
 _NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_head\..*)$")
 _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
-EAGLE3, BLOCKS = ("eagle3", "peagle"), ("dflash", "dspark")
+EAGLE3, BLOCKS = ("eagle3", "peagle"), ("dflash", "dflash2", "dspark")
 DRAFTED_BY = {"medusa": "medusa", "eagle": "eagle"} | dict.fromkeys(EAGLE3, "eagle")
 DRAFTED_BY |= dict.fromkeys(BLOCKS, "dflash")  # the drafting method of each kind
 BLOCK_TAPS = "aux_hidden_state_layer_ids"
@@ -208,7 +208,8 @@ def _kind(names: dict[str, str]) -> str | None:
     if "fc.weight" not in names:
         return None
     if "hidden_norm.weight" in names:
-        return "dspark" if any(name.startswith("markov_head.") for name in names) else "dflash"
+        own = {name.partition(".")[0] for name in names}
+        return "dspark" if "markov_head" in own else "dflash" + "2" * ("candidate_selector" in own)
     if any(".hidden_norm." in name for name in names):
         for name in [n for n in names if n.startswith("layers.0.")]:
             names[name.replace("layers.0.", "midlayer.")] = names.pop(name)

@@ -11,7 +11,7 @@ from torch import nn
 
 from specexp.errors import UserError, refusing
 from specexp.models.heads import layouts
-from specexp.models.heads.block import Block, shape_of
+from specexp.models.heads.block import DFLASH2, Block, shape_of
 from specexp.models.heads.eagle import Eagle, EagleShape, layer_config
 from specexp.models.heads.layouts import BLOCKS, EAGLE3, medusa_size, states_read
 from specexp.models.heads.medusa import Medusa
@@ -157,7 +157,7 @@ def _layer_settings(net: Eagle | Block) -> dict[str, Any]:
 
 
 ARCHITECTURES = {"eagle3": "Eagle3Speculator", "dflash": "DFlashDraftModel",
-                 "dspark": "DSparkDraftModel"}  # fmt: skip
+                 "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}  # fmt: skip
 
 
 def _speculators_config(
@@ -172,7 +172,9 @@ def _speculators_config(
             layouts.BLOCK_TAPS: list(net.shape.taps), "sample_from_anchor": False,
             "sliding_window_non_causal": True,
         }  # fmt: skip
-        if net.shape.rank:
+        if net.shape.candidates:
+            own |= {name: getattr(net.shape, ours) for name, ours in DFLASH2.items()}
+        elif net.shape.rank:
             gates = {"markov_head_type": "gated" if net.shape.gated else "vanilla"}
             own |= gates | {"markov_rank": net.shape.rank, "enable_confidence_head": False}
     else:
@@ -192,6 +194,6 @@ def _speculators_config(
             "verifier": {"name_or_path": target, "architectures": list(architectures)},
         },
         "transformer_layer_config": _layer_settings(net),
-        "draft_vocab_size": net.shape.draft_vocab,
+        "draft_vocab_size": len(net.draft_ids),
         **own,
     }

@@ -1,0 +1,116 @@
+"""How the tokens of a block depend on each other, which its layers draft all at once.
+
+DSpark adds a bias that follows from the token before (a Markov head). DFlash 2 (z-lab 2026,
+github.com/z-lab/dflash) lets the layers see the places before theirs (convolutions), and chooses
+among the most likely tokens of a place by how well they follow the token before (a selector).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specexp.models.lm import Linear
+from specexp.sampling import ranked
+
+
+class Markov(nn.Module):
+    """Adds to a token's logits a bias that depends on the token before it."""
+
+    def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int, gated: bool) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = Linear(rank, draft_vocab, bias=False)
+        nn.init.zeros_(self.markov_w2.weight)
+        if gated:
+            self.gate_proj = Linear(width + rank, rank)
+        self.gated = gated
+
+    def forward(self, before: Tensor, hidden: Tensor) -> Tensor:
+        """The bias [..., draft_vocab] after tokens `before` [...], where hidden [..., E] is the
+        state of the logits that it is added to."""
+        embedded = self.markov_w1(before.clamp(min=0))
+        if self.gated:
+            embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
+        return self.markov_w2(embedded)
+
+
+class Selector(nn.Module):
+    """Scores the `count` most likely tokens of a place by their logits and by how well they follow
+    the token before; no other token is drafted."""
+
+    def __init__(self, vocab: int, width: int, rank: int, count: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(vocab, rank) * 0.02)
+        self.successor_codebook = nn.Parameter(torch.randn(vocab, rank) * 0.02)
+        self.hidden_projection = Linear(width, rank, bias=False)
+        self.count = count
+
+    def forward(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
+        """Logits [..., V], -inf but for the candidates, from those of a place after tokens `before`
+        [...], where hidden [..., E] is the state of the logits."""
+        candidates = ranked(logits.detach(), min(self.count, logits.shape[-1]))
+        left = F.embedding(before.clamp(min=0), self.predecessor_codebook)
+        follows = F.embedding(candidates, self.successor_codebook)  # [..., count, rank]
+        fit = (follows @ (left * self.hidden_projection(hidden))[..., None])[..., 0]
+        scores = logits.gather(-1, candidates) + fit
+        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
+
+
+class Convolution(nn.Module):
+    """Mixes each place's input of a part of a layer, and its output, with those of the places
+    before it in the block: by weights `base_kernel` for each channel, and by others that follow
+    from the input, for each group of channels. It begins as the identity."""
+
+    def __init__(self, width: int, kernel: int, group: int) -> None:
+        super().__init__()
+        if width % group:
+            raise ValueError(f"{width} channels have no groups of {group}")
+        self.base_kernel = nn.Parameter(torch.zeros(2, kernel, width))
+        self.base_kernel.data[:, 0] = 1
+        self.kernel_projection = Linear(width, 2 * kernel * (width // group), bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+        self.group = group
+
+    def forward(self, x: Tensor, part: Callable[[Tensor], Tensor], block: int) -> Tensor:
+        """The output [B, n, E] of `part` for inputs [B, n, E]: of blocks of so many tokens, or of
+        one that is shorter."""
+        before, after = self.kernels(x)
+        return self.mixed(part(self.mixed(x, before, block)), after, block)
+
+    def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For the input and the output, the weights [B, n, kernel, E] of each place: of itself, of
+        the place before it, and so on."""
+        own = self.kernel_projection(x).unflatten(-1, (2, self.base_kernel.shape[1], -1))
+        before, after = (self.base_kernel + own.repeat_interleave(self.group, -1)).unbind(-3)
+        return before, after
+
+    def mixed(self, x: Tensor, weights: Tensor, block: int) -> Tensor:
+        blocks = x.unflatten(1, (-1, min(block, x.shape[1])))
+        padded = F.pad(blocks, (0, 0, weights.shape[-2] - 1, 0))
+        windows = padded.unfold(2, weights.shape[-2], 1).flip(-1)  # [B, blocks, places, E, kernel]
+        return (windows.flatten(1, 2) * weights.transpose(-1, -2)).sum(-1)
+
+
+class Convolved(nn.Module):
+    """A decoder layer with convolutions around its attention and its MLP."""
+
+    def __init__(self, layer: Any, kernel: int, group: int, block: int) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        width = layer.hidden_size
+        self.attention_conv = Convolution(width, kernel, group)
+        self.mlp_conv = Convolution(width, kernel, group)
+        self.block = block
+
+    def forward(self, x: Tensor, **how: Any) -> Tensor:
+        def attention(inputs: Tensor) -> Tensor:
+            mixed: Tensor = self.self_attn(inputs, **how)[0]
+            return mixed
+
+        x = x + self.attention_conv(self.input_layernorm(x), attention, self.block)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp, self.block)
