@@ -47,9 +47,10 @@ def options(plan: Plan, target: str) -> dict[str, str]:
 
 
 def _method(drafter: str, target: str) -> tuple[str, str]:
-    """The method's name, or that of its heads' kind, or `parallel` for a draft model that drafts in
-    one pass, after `lookup:` behind a lookup, and its argument: the folder or hub id of a model or
-    heads if it has one. Raises UserError if these are not there any more."""
+    """The method's name, or that of its heads' kind, `parallel` for a draft model that drafts in
+    one pass or `trained` for a layer in place of the target's own, after `lookup:` behind a lookup;
+    and its argument: the folder or hub id of a model or heads if it has one. Raises UserError if
+    these are not there any more."""
     try:
         named, argument = naming.method_of(drafter) or ("", "")
     except UserError:  # a class of one's own, from another folder
@@ -60,6 +61,8 @@ def _method(drafter: str, target: str) -> tuple[str, str]:
         from specexp.models.heads import layouts
 
         method = layouts.read(source).kind
+    if method == "mtp" and source:
+        method = "trained"
     if method == "model" and source:
         from specexp.models import load
 
@@ -80,6 +83,7 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "dspark": {"method": "dspark", "model": argument},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": _match(argument)},
         "mtp": {"method": "mtp"},
+        "trained": {"method": "mtp", "model": argument},
         "suffix": {"method": "suffix"},
     }
     own = methods.get(method) or _no()

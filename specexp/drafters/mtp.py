@@ -5,7 +5,8 @@ last hidden state and the next token, and was trained with the target: nothing h
 fetched. It differs from EAGLE's in two norms before the projection and a block of the target's own
 class. Which tensors of a checkpoint belong to it transformers knows for every family (`MtpModel`).
 Embeddings, LM head and rotary positions are the target's. A checkpoint may have several layers, one
-for each place ahead; here the first serves all places.
+for each place ahead; here the first serves all places. A layer that was trained further, to draft
+several tokens (Cai et al. 2025, FastMTP, arXiv 2509.18362), may take its place.
 """
 
 import copy
@@ -13,8 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from specexp.drafters import Prepared, Request
@@ -23,6 +26,9 @@ from specexp.errors import UserError, refusing
 from specexp.models.heads import layouts
 from specexp.models.heads.borrowing import Borrowing
 from specexp.models.heads.eagle import EagleShape
+from specexp.models.heads.layouts import Head
+from specexp.models.heads.weights import insist_on_finite, insist_on_kind, insist_on_tensors
+from specexp.models.lm import LM
 from specexp.models.servable import cache_name
 
 # the fields that count these layers: transformers', Qwen 3.5's, DeepSeek's
@@ -64,10 +70,10 @@ class Mtp(Borrowing):
         return SimpleNamespace(logits=logits, hidden_states=(features,))
 
 
-def _with_layers(config: Any) -> Any:
-    """A copy of a target's config in which its layers for multi-token prediction have the names
-    that `MtpModel` reads; None if it names none."""
-    count = next((n for name in COUNTS if (n := getattr(config, name, None))), 0)
+def _with_layers(config: Any, least: int = 0) -> Any:
+    """A copy of a target's config in which its layers for multi-token prediction, or `least` of
+    them, have the names that `MtpModel` reads; None if there are none."""
+    count = next((n for name in COUNTS if (n := getattr(config, name, None))), least)
     if not isinstance(count, int) or count < 1:
         return None
     config = copy.deepcopy(config)
@@ -103,11 +109,24 @@ def check(config: Any, target: str, folder: str) -> None:
         )
 
 
-def named(module: Any) -> Any:
+def check_trained(head: Head, config: Any, target: str) -> None:
+    """Raise UserError, before weights are loaded, for heads that are no such layer for a target
+    with this config."""
+    subject = insist_on_kind(head, "mtp")
+    with refusing(f"{subject}; {target} has no place for such a layer"), torch.device("meta"):
+        layer = _untrained(AutoModelForCausalLM.from_config(config)).layers[0]
+    insist_on_tensors(subject, layer, head.shapes)
+
+
+def named(module: Any, least: int = 0) -> Any:
     """The same target, with the same weights, with a config that `MtpModel` can read."""
     other = copy.copy(module)
-    other.config = _with_layers(module.config)
+    other.config = _with_layers(module.config, least)
     return other
+
+
+def _untrained(module: Any) -> MtpModel:
+    return MtpModel(named(module, 1), 1)
 
 
 def load(module: Any, target: str) -> Mtp:
@@ -116,16 +135,36 @@ def load(module: Any, target: str) -> Mtp:
     on = {"": module.device}
     with refusing(f"cannot load the layer for multi-token prediction of {target}"):
         model = MtpModel.from_pretrained(named(module), device_map=on)
+    return _ready(model, module)
+
+
+def load_trained(head: Head, module: Any) -> Mtp:
+    """The layer of `head` for a loaded target. Call `check_trained` first. Raises UserError for
+    weights that are not finite."""
+    model = _untrained(module)
+    model.layers.load_state_dict({f"0.{name}": tensor for name, tensor in head.tensors().items()})
+    insist_on_finite(head.source, model.layers[0])
+    model.layers.to(module.device, module.dtype)
+    return _ready(model, module)
+
+
+def _ready(model: MtpModel, module: Any) -> Mtp:
     net = Mtp(model, (module.config.get_text_config().num_hidden_layers,))
     return net.eval().requires_grad_(False)
 
 
 def prepare(request: Request) -> Prepared:
-    """`mtp`: of the target itself."""
+    """`mtp`: the target's own; `mtp:NAME`: trained further, a folder or hub id in the layout of
+    `speculators`."""
+    head: Head | None = None
     if request.argument:
-        raise UserError(f"drafter mtp:{request.argument}: mtp is the target's own: use mtp")
-    check(request.config, request.target, request.folder)
-    return Prepared(
-        lambda target: EagleLayer(load(target.module, target.name), target, request.sampling),
-        draws=True, taps=1,
-    )  # fmt: skip
+        head = layouts.read(request.source(request.method, request.argument))
+        check_trained(head, request.config, request.target)
+    else:
+        check(request.config, request.target, request.folder)
+
+    def make(target: LM) -> EagleLayer:
+        layer = load_trained(head, target.module) if head else load(target.module, target.name)
+        return EagleLayer(layer, target, request.sampling)
+
+    return Prepared(make, draws=True, taps=1)

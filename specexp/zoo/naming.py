@@ -104,6 +104,6 @@ def source_of(drafter: str, target: str) -> str | None:
     method, argument = fitting.behind(*(method_of(drafter) or ("", "")))
     if method == "planted":
         method, argument = "model", argument.partition(",")[2]
-    if method in shelf.METHODS or (method == "crossed" and argument):
+    if method in shelf.METHODS or (method in ("crossed", "mtp") and argument):
         return locate(argument or shelf.default_draft(target, method).name)
     return None

@@ -364,6 +364,13 @@ def test_a_targets_own_layer_needs_no_other_model():
     assert "use_mtp=True" in written["transformers"]
 
 
+def test_a_layer_in_place_of_the_targets_own_is_named(tmp_path):
+    written = engines.options(plan(f"mtp:{tmp_path}"), "target-10m")
+    own = json.loads(shlex.split(written.pop("vLLM"))[1])
+    assert (own["method"], own["model"]) == ("mtp", str(tmp_path))
+    assert set(written.values()) == {engines.NOT_THERE}
+
+
 @pytest.mark.parametrize(
     ("kind", "called", "own"),
     [("dflash", "DFlash", "fc"), ("dspark", "DSpark", "markov_head.markov_w1"),

@@ -1,5 +1,6 @@
 """Layers for multi-token prediction, in checkpoints laid out as the published ones are."""
 
+import json
 import shutil
 
 import pytest
@@ -24,6 +25,8 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }  # fmt: skip
+SPECULATORS = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+               "post_norm": "final_layernorm"}  # fmt: skip
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc",
         "post_norm": "norm"}  # fmt: skip
@@ -68,8 +71,8 @@ def separate(tensors):
 
 def change(folder, edit):
     """Edits the tensors of a folder."""
-    tensors = edit(load_file(folder / "model.safetensors"))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    [file] = folder.glob("*.safetensors")
+    save_file(edit(load_file(file)), file, {"format": "pt"})
 
 
 @pytest.fixture
@@ -109,6 +112,36 @@ def test_layer_of_a_checkpoint_drafts_and_the_output_is_the_targets(saved, famil
     assert pairing.engine.generate([[1, 2, 3]], 20).trace.acceptance.drafted > 20
 
 
+def as_speculators(name):
+    part, _, rest = name.partition(".")
+    return "mtp_layers.0." + (f"{SPECULATORS[part]}.{rest}" if part in SPECULATORS else rest)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_layer_trained_further_takes_the_place_of_the_checkpoints(saved, family, tmp_path):
+    """As `speculators` saves it. The target's checkpoint lacks parts of its own."""
+    folder, layer = saved(family)
+    theirs, _ = CONFIGS[family]
+    change(folder, lambda own: {n: t for n, t in own.items() if n not in map(theirs, layer)})
+    trained = {name: torch.randn_like(tensor) / 3 for name, tensor in layer.items()}
+    (heads := tmp_path / "trained").mkdir()
+    (heads / "config.json").write_text(json.dumps({
+        "speculators_model_type": "mtp", "num_nextn_predict_layers": 1,
+        "transformer_layer_config": json.loads((folder / "config.json").read_text()),
+    }))  # fmt: skip
+    save_file({as_speculators(n): t for n, t in trained.items()}, heads / "model.safetensors")
+    pairing = load(folder, f"mtp:{heads}")
+    read = pairing.engine.drafter.net.layer.state_dict()
+    assert read.keys() == trained.keys()
+    assert [n for n in trained if not torch.equal(read[n], trained[n])] == []
+    assert not certify(pairing.engine, [[1, 2, 3, 4], [5, 6], [7]], 20).bugs
+    with pytest.raises(UserError, match=r"are mtp heads, and not dflash .*: use mtp:"):
+        load(folder, f"dflash:{heads}")
+    change(heads, lambda own: {n: t for n, t in own.items() if "hidden_layernorm" not in n})
+    with pytest.raises(UserError, match=r"are mtp heads; the file lacks hnorm.weight"):
+        load(folder, f"mtp:{heads}")
+
+
 def test_layer_has_the_dtype_that_was_asked_for(saved):
     folder, _ = saved("qwen3_5")
     pairing = load(folder, dtype="bfloat16")
@@ -137,7 +170,7 @@ def test_of_several_layers_the_first_is_kept():
 def test_targets_without_such_a_layer_are_refused_before_they_are_loaded(saved):
     with pytest.raises(UserError, match="target-10m has no layer for multi-token prediction: use"):
         specexp.load("target-10m", "mtp")
-    with pytest.raises(UserError, match="mtp:2: mtp is the target's own: use mtp"):
+    with pytest.raises(UserError, match="no zoo model is called '2'"):
         load(shelf.find("target-10m"), "mtp:2")
     folder, _ = saved("qwen3_5")
     change(folder, lambda own: {n: t for n, t in own.items() if not n.startswith("mtp.")})

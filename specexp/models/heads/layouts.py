@@ -25,23 +25,27 @@ from specexp.errors import UserError, first_line, refusing, waiting
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYOUTS = "Medusa heads, EAGLE, EAGLE-3, P-EAGLE, DFlash, DFlash 2 and DSpark, also as speculators"
+LAYOUTS = (
+    "Medusa heads, EAGLE, EAGLE-3, P-EAGLE, MTP, DFlash, DFlash 2 and DSpark, also as speculators"
+)
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
 # derived from d2t, the target's, or by what DSpark lets an engine verify less
 _NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_head\..*)$")
+_MTP = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
+        "final_layernorm": "post_norm"}  # fmt: skip
 _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3, BLOCKS = ("eagle3", "peagle"), ("dflash", "dflash2", "dspark")
-DRAFTED_BY = {"medusa": "medusa", "eagle": "eagle"} | dict.fromkeys(EAGLE3, "eagle")
+DRAFTED_BY = {"medusa": "medusa", "eagle": "eagle", "mtp": "mtp"} | dict.fromkeys(EAGLE3, "eagle")
 DRAFTED_BY |= dict.fromkeys(BLOCKS, "dflash")  # the drafting method of each kind
 BLOCK_TAPS = "aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class Head:
-    """Heads on disk. kind: `medusa`, `eagle` or one of EAGLE3 or BLOCKS; config as in config.json;
-    `shapes`: of every tensor, by our names. Weights are read only by `tensors`."""
+    """Heads on disk. kind: `medusa`, `eagle`, `mtp` or one of EAGLE3 or BLOCKS; config as in
+    config.json; `shapes`: of every tensor, by our names. Weights are read only by `tensors`."""
 
     kind: str
     source: str
@@ -199,9 +203,15 @@ def _our_name(name: str) -> str | None:
 
 def _kind(names: dict[str, str]) -> str | None:
     """The kind, by tensor names. Renames those of a `speculators` head, or of transformers' own
-    block drafter, in `names`."""
+    block drafter, in `names`; a layer for multi-token prediction has transformers' names."""
     if names and all(_MEDUSA.match(name) for name in names):
         return "medusa"
+    if names and all(name.startswith("mtp_layers.0.") for name in names):
+        for name in list(names):
+            part, _, rest = name.removeprefix("mtp_layers.0.").partition(".")
+            ours = f"{_MTP[part]}.{rest}" if part in _MTP else f"mtp_block.{part}.{rest}"
+            names[ours] = names.pop(name)
+        return "mtp"
     for ours, theirs in (("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc")):
         if f"{theirs}.weight" in names:
             names[f"{ours}.weight"] = names.pop(f"{theirs}.weight")

@@ -1,7 +1,7 @@
 """Checks heads before they are loaded, loads and saves them."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,7 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
     """Refuse heads of another kind, for another target, or with missing or unknown tensors.
 
     config: the target's. Raises UserError with both numbers, or the names of the tensors."""
-    subject = f"{head.source} are {head.kind} heads"
-    if head.kind not in kinds:
-        method = layouts.DRAFTED_BY[head.kind]
-        raise UserError(f"{subject}, and not {' or '.join(kinds)}: use {method}:{head.source}")
+    subject = insist_on_kind(head, *kinds)
     if head.kind != "medusa":
         for name in NEEDED:
             if not isinstance(head.config.get(name), int):
@@ -45,10 +42,24 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
             raise UserError(f"{subject} with the mask {mask}, and {target} embeds {V} tokens")
         if bad := [t for t in net.shape.taps if not 0 <= t <= L]:
             raise UserError(f"{subject} reading layer {bad[0]}, and {target} has {L} layers")
-    expected = {n: tuple(t.shape) for n, t in net.state_dict().items()}
     shapes = {n: s for n, s in head.shapes.items() if n != EMBED}
-    if expected.get("d2t") == (config.vocab_size,):
-        shapes.setdefault("d2t", expected["d2t"])  # optional for a full vocabulary
+    if len(getattr(net, "d2t", ())) == config.vocab_size:
+        shapes.setdefault("d2t", (config.vocab_size,))  # optional for a full vocabulary
+    insist_on_tensors(subject, net, shapes)
+
+
+def insist_on_kind(head: layouts.Head, *kinds: str) -> str:
+    """What the heads are, for the beginning of a message. Raises UserError for another kind."""
+    subject = f"{head.source} are {head.kind} heads"
+    if head.kind not in kinds:
+        method = layouts.DRAFTED_BY[head.kind]
+        raise UserError(f"{subject}, and not {' or '.join(kinds)}: use {method}:{head.source}")
+    return subject
+
+
+def insist_on_tensors(subject: str, net: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise UserError unless tensors of these shapes, by name, are those of `net`."""
+    expected = {n: tuple(t.shape) for n, t in net.state_dict().items()}
     strange = {"lacks": expected.keys() - shapes, "has unknown": shapes.keys() - expected}
     for what, names in strange.items():
         if names:
@@ -110,9 +121,7 @@ def load(head: layouts.Head, target: Any) -> Any:
         ids = net.draft_ids
         if ids.min() < 0 or ids.max() >= net.config.vocab_size or len(ids.unique()) < len(ids):
             raise UserError(f"{head.source}: d2t names tokens outside the vocabulary, or one twice")
-    for name, tensor in net.state_dict().items():
-        if not torch.isfinite(tensor.float()).all():
-            raise UserError(f"{head.source}: {name} holds NaN or infinite weights")
+    insist_on_finite(head.source, net)
     net = net.to(target.device).eval().requires_grad_(False)
     for weight in net.parameters():  # rotary frequencies are buffers and stay float32
         weight.data = weight.data.to(target.dtype)
@@ -121,6 +130,12 @@ def load(head: layouts.Head, target: Any) -> Any:
         if not torch.equal(embedding, net.borrowed[0].weight):
             net.borrowed = (nn.Embedding.from_pretrained(embedding), net.borrowed[1])
     return net
+
+
+def insist_on_finite(source: str, net: nn.Module) -> None:
+    for name, tensor in net.state_dict().items():
+        if not torch.isfinite(tensor.float()).all():
+            raise UserError(f"{source}: {name} holds NaN or infinite weights")
 
 
 def save(
