@@ -76,7 +76,7 @@ def heat_map(
     room = int(10 * (wide - 2.5) / len(order))  # characters
     level = all(len(w) <= room for c in order for w in str(c).replace("-", "- ").split())
     across = [fill(str(c), room if level else LONG) for c in order]
-    below = 0 if level else 0.1 * max(map(len, "\n".join(across).split("\n")))
+    below = 0 if level else style.DIGIT * max(map(len, "\n".join(across).split("\n")))
     up = [fill(str(name), LONG) for name in rates.index]
     lines = max(text.count("\n") for text in [*up, *texts.to_numpy().flat])
     with style.canvas(wide, 1.4 + below + (0.55 + 0.2 * lines) * len(rates)) as (figure, axes):

@@ -5,6 +5,7 @@ import shutil
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -58,6 +59,21 @@ def test_positions_that_a_prompt_never_reached_count_as_none_accepted():
     samples = pd.DataFrame({"question_id": [1, 2], "gamma": [2, 2], "record": [deep, none]})
     assert summaries.positions(samples)["value"].tolist() == pytest.approx([1 / 6, 1 / 6])
     assert summaries.positions(samples, given=True)["value"].tolist() == pytest.approx([1 / 6, 1])
+
+
+def test_interval_of_a_position_expects_no_more_rounds_than_tokens_allow():
+    """A round that reaches position i emits i tokens or more, so an unseen prompt, of as many
+    tokens, has at most a share 1/i of them as rounds."""
+    rounds = [(3, 4, 5), (2, 9, 1), (6, 1, 3), (1, 8, 9)]  # by the number of tokens accepted
+    records = [Acceptance(0, 0, 0, counts) for counts in rounds]
+    samples = pd.DataFrame({"question_id": range(4), "gamma": 2, "record": records})
+    none, one, two = np.array(rounds).T
+    tokens = none + 2 * one + 3 * two
+    for given, whole, least in ((False, none + one + two, 1), (True, one + two, 2)):
+        right = statistics.share(two, whole, tokens / least)
+        assert right != statistics.share(two, whole, tokens / (3 - least))
+        columns = ["value", "low", "high"]
+        assert summaries.positions(samples, given)[columns].loc[1].tolist() == [*right[:3]]
 
 
 def test_no_acceptance_length_is_above_what_gamma_allows():
