@@ -15,7 +15,7 @@ compiled instead (cpu/passes.cpp). The cache decides where keys and values are w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -207,7 +207,10 @@ def by_length_up_to(head: Tensor) -> int:
 
 class Layer:
     """A decoder layer, called on the residual x [B * n, E]. Its weights are those of a transformers
-    layer: `qkv` [(H + 2K) d, inputs] and `up` (gate, then up) [2 * hidden, E] are joined."""
+    layer: `qkv` [(H + 2K) d, inputs] and `up` (gate, then up) [2 * hidden, E] are joined.
+    `compiles`: cpu/passes.cpp can run it."""
+
+    compiles = True
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
@@ -245,7 +248,7 @@ class Fused:
     beside: the norms of embeddings and of states, if it reads both: the first attention reads the
     two normed and concatenated. adds: the residual then starts from the normed state, not from the
     state itself. ids [V']: the token that each row of `head` stands for, among `vocab` tokens; all
-    others get -inf. None: the rows are all tokens in order.
+    others get -inf. None: the rows are all tokens in order. made: makes a layer of a module's.
     """
 
     parts = ()
@@ -253,9 +256,9 @@ class Fused:
     def __init__(
         self, layers: Sequence[Any], rotary: Any, norm: Any, head: Tensor, embed: Any = None,
         beside: tuple[Any, Any] | None = None, adds: bool = False, ids: Tensor | None = None,
-        vocab: int = 0,
+        vocab: int = 0, made: Callable[[Any], Layer] = Layer,
     ) -> None:  # fmt: skip
-        self.layers = [Layer(layer) for layer in layers]
+        self.layers = [made(layer) for layer in layers]
         self.embed, self.rotary = embed, rotary
         self.frequencies: Tensor = rotary.original_inv_freq  # others apply past the context only
         self.norm, self.head = norm and Norm(norm), head

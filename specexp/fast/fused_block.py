@@ -1,22 +1,67 @@
 """Fused passes over the blocks of DFlash and DSpark: what fused.py and cpu/ do for whole networks.
+DFlash 2's convolutions are not compiled for a CPU.
 
 A block whose layers have no window is a pass of a `Fused` network in which every token sees every
 other one. If no such network can be built, or its logits differ from the module's on a probe, a
 warning says why and the module runs unchanged. Keys and values of the text are the module's.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
-from specexp.fast.fused import Fused
+from specexp.fast.fused import (
+    AttentionInfo,
+    Fused,
+    Norm,
+    add_norm,
+    attention,
+    product_swiglu,
+    rotate_and_store,
+)
 from specexp.models.cache import SlotCache
 from specexp.models.heads import block as blocks
 from specexp.models.heads.block import Block
-from specexp.models.lm import Network
+from specexp.models.heads.dependence import Convolution, Convolved
+from specexp.models.lm import Network, product
 from specexp.ops import kernel
 from specexp.tree import Branches
+
+
+class ConvolvedLayer(fused.Layer):
+    """A decoder layer with convolutions; see `dependence.Convolved`."""
+
+    compiles = False
+
+    def __init__(self, layer: Convolved) -> None:
+        super().__init__(layer)
+        self.attention_conv, self.mlp_conv = layer.attention_conv, layer.mlp_conv
+        self.block = layer.block
+
+    def __call__(
+        self, x: Tensor, read: Tensor, info: AttentionInfo, rotations: tuple[Tensor, Tensor],
+        cache: Any, then: Norm | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """See `fused.Layer`."""
+
+        def enter(conv: Convolution, read: Tensor) -> tuple[Tensor, Tensor]:
+            mixed, after = conv.enter(read.view(*info.positions.shape, -1), self.block)
+            return mixed.flatten(0, 1), after
+
+        def leave(conv: Convolution, y: Tensor, after: Tensor) -> Tensor:
+            return conv.leave(y.view(*info.positions.shape, -1), after, self.block).flatten(0, 1)
+
+        mixed, after = enter(self.attention_conv, read)
+        qkv = product(mixed, self.qkv, self.qkv_bias)
+        q, keys, values = rotate_and_store(qkv, self, rotations, cache)
+        y = product(attention(q, keys, values, info, self.scale), self.out, self.out_bias)
+        x, read = add_norm(x, leave(self.attention_conv, y, after), self.after)
+        mixed, after = enter(self.mlp_conv, read)
+        y = product(product_swiglu(mixed, self.up, self.up_bias), self.down, self.down_bias)
+        return add_norm(x, leave(self.mlp_conv, y, after), then)
 
 
 class FusedBlock:
@@ -57,20 +102,19 @@ def _fuse(block: Block, vocab: int) -> tuple[FusedBlock | None, str]:
     shape, embed = block.shape, block.borrowed[0].weight
     if len({*shape.spans}) > 1 or shape.spans[0][0]:
         return None, "its layers have windows"
-    if shape.kernel:
-        return None, "its layers have convolutions"
     if (shape.embeds_by, shape.scale, shape.cap) != (1, 1, 0):
         return None, "it scales embeddings or logits"
     if not shape.draft_vocab and getattr(block.borrowed[1], "bias", None) is not None:
         return None, "the head it borrows has a bias"
-    tokens = fused.probe(block)
+    tokens = fused.probe(block)[:, : shape.block]
     at, cache = fused.whole_sequence(len(block.layers), tokens)
     try:
         head, ids = block.borrowed[1].weight[:vocab], None
         if shape.draft_vocab:
             head, ids = fused.inside(block.lm_head.weight, block.draft_ids, vocab)
         net = Fused(
-            [*block.layers], block.rotary, block.norm, head, embed, ids=ids, vocab=vocab
+            [*block.layers], block.rotary, block.norm, head, embed, ids=ids, vocab=vocab,
+            made=ConvolvedLayer if shape.kernel else fused.Layer,
         )  # fmt: skip
         reference, _ = block(tokens, at, None, cache, (), None)
     except Exception as e:

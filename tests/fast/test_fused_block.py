@@ -23,13 +23,18 @@ KINDS = {
     "causal": {"spans": ((0, True),) * 2},
     "DSpark": {"kind": "dspark", "rank": 4, "from_root": True},
     "whole vocabulary": {"draft_vocab": V},
-}
+    "DFlash 2": {"kind": "dflash2", "rank": 4, "candidates": 5, "kernel": 3, "group": 8,
+                 "draft_vocab": 0},
+}  # fmt: skip
 
 
 def made(kind: str, dtype: torch.dtype, device: str = "cpu") -> Block:
     like = heads("dflash", torch.float32)
     plain = {"spans": ((0, False),) * 2, "draft_vocab": V - 8}
     block = Block(replace(like.shape, **plain | KINDS[kind]), *copy.deepcopy(like.borrowed))
+    for name, weight in block.named_parameters():
+        if "conv" in name:
+            weight.data += torch.randn_like(weight) / 10
     if block.shape.draft_vocab == V - 8:
         block.d2t.fill_(3)
     return of_its_own(block, dtype, device)
@@ -74,7 +79,7 @@ def test_fused_block_matches_the_module(plain, kind, dtype, device):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "DFlash 2"])
 def test_compiled_block_matches_the_module(kind, dtype):
     assert isinstance(blocks.network(made(kind, dtype), "it", V).net, Native)
     assert off(kind, dtype) < NEAR[dtype]
@@ -92,7 +97,6 @@ def test_tokens_outside_the_vocabulary_are_left_out(kind):
     ("changes", "said"),
     [
         ({"spans": ((6, False),) * 2}, "have windows"),
-        ({"kernel": 2}, "have convolutions"),
         ({"cap": 30.0}, "it scales embeddings or logits"),
     ],
 )

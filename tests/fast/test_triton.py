@@ -241,8 +241,7 @@ def test_served_rounds_are_captured_anew_as_texts_grow(kind, monkeypatch):
     made.run = lambda seqs, tree: windows.add(seqs.tokens.shape[1])
     for longest in (10, 90, 200):
         rows.round([4, 4], longest, Tree.chain(4))
-    # a layer of the target's class; blocks with windows or convolutions
-    grows = kind in ("mtp", "dspark", "dflash2")
+    grows = kind in ("mtp", "dspark")  # a layer of the target's class; a block with windows
     assert len(windows) == (3 if grows else 1)
 
 

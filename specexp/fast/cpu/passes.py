@@ -128,8 +128,10 @@ def _layer(layer: Any) -> Layer:
 
 
 def of(fused: Any) -> Native | None:
-    """The compiled passes of a `Fused` network; None if there is no compiled code for its weights,
-    or its rotation covers only a part of a head."""
+    """The compiled passes of a `Fused` network; None if there is no compiled code for its layers or
+    weights, or its rotation covers only a part of a head."""
+    if not all(layer.compiles for layer in fused.layers):
+        return None
     weights = [w for w in (fused.embed, fused.head) if w is not None]
     weights += [layer.qkv for layer in fused.layers]
     kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}

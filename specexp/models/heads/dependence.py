@@ -5,7 +5,6 @@ github.com/z-lab/dflash) lets the layers see the places before theirs (convoluti
 among the most likely tokens of a place by how well they follow the token before (a selector).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,23 +73,18 @@ class Convolution(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
         self.group = group
 
-    def forward(self, x: Tensor, part: Callable[[Tensor], Tensor], block: int) -> Tensor:
-        """The output [B, n, E] of `part` for inputs [B, n, E]: of blocks of so many tokens, or of
-        one that is shorter."""
-        before, after = self.kernels(x)
-        return self.mixed(part(self.mixed(x, before, block)), after, block)
-
-    def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For the input and the output, the weights [B, n, kernel, E] of each place: of itself, of
-        the place before it, and so on."""
+    def enter(self, x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """What the part reads in place of its inputs x [B, n, E], which are of blocks of so many
+        tokens or of one shorter block; and the weights for `leave`."""
         own = self.kernel_projection(x).unflatten(-1, (2, self.base_kernel.shape[1], -1))
         before, after = (self.base_kernel + own.repeat_interleave(self.group, -1)).unbind(-3)
-        return before, after
+        return self.leave(x, before, block), after
 
-    def mixed(self, x: Tensor, weights: Tensor, block: int) -> Tensor:
-        blocks = x.unflatten(1, (-1, min(block, x.shape[1])))
-        padded = F.pad(blocks, (0, 0, weights.shape[-2] - 1, 0))
-        windows = padded.unfold(2, weights.shape[-2], 1).flip(-1)  # [B, blocks, places, E, kernel]
+    def leave(self, y: Tensor, weights: Tensor, block: int) -> Tensor:
+        """What stands in place of the part's outputs y [B, n, E]; weights [B, n, kernel, E]: of
+        each place itself, of the place before it, and so on."""
+        blocks, kernel = y.unflatten(1, (-1, min(block, y.shape[1]))), weights.shape[-2]
+        windows = F.pad(blocks, (0, 0, kernel - 1, 0)).unfold(2, kernel, 1).flip(-1)
         return (windows.flatten(1, 2) * weights.transpose(-1, -2)).sum(-1)
 
 
@@ -108,9 +102,8 @@ class Convolved(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor, **how: Any) -> Tensor:
-        def attention(inputs: Tensor) -> Tensor:
-            mixed: Tensor = self.self_attn(inputs, **how)[0]
-            return mixed
-
-        x = x + self.attention_conv(self.input_layernorm(x), attention, self.block)
-        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp, self.block)
+        mixed, after = self.attention_conv.enter(self.input_layernorm(x), self.block)
+        y = self.self_attn(mixed, **how)[0]
+        x = x + self.attention_conv.leave(y, after, self.block)
+        mixed, after = self.mlp_conv.enter(self.post_attention_layernorm(x), self.block)
+        return x + self.mlp_conv.leave(self.mlp(mixed), after, self.block)
