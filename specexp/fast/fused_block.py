@@ -51,17 +51,17 @@ class ConvolvedLayer(fused.Layer):
             mixed, after = conv.enter(read.view(*info.positions.shape, -1), self.block)
             return mixed.flatten(0, 1), after
 
-        def leave(conv: Convolution, y: Tensor, after: Tensor) -> Tensor:
-            return conv.leave(y.view(*info.positions.shape, -1), after, self.block).flatten(0, 1)
+        def mix(conv: Convolution, y: Tensor, after: Tensor) -> Tensor:
+            return conv.mix(y.view(*info.positions.shape, -1), after, self.block).flatten(0, 1)
 
         mixed, after = enter(self.attention_conv, read)
         qkv = product(mixed, self.qkv, self.qkv_bias)
         q, keys, values = rotate_and_store(qkv, self, rotations, cache)
         y = product(attention(q, keys, values, info, self.scale), self.out, self.out_bias)
-        x, read = add_norm(x, leave(self.attention_conv, y, after), self.after)
+        x, read = add_norm(x, mix(self.attention_conv, y, after), self.after)
         mixed, after = enter(self.mlp_conv, read)
         y = product(product_swiglu(mixed, self.up, self.up_bias), self.down, self.down_bias)
-        return add_norm(x, leave(self.mlp_conv, y, after), then)
+        return add_norm(x, mix(self.mlp_conv, y, after), then)
 
 
 class FusedBlock:

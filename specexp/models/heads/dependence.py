@@ -75,14 +75,14 @@ class Convolution(nn.Module):
 
     def enter(self, x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """What the part reads in place of its inputs x [B, n, E], which are of blocks of so many
-        tokens or of one shorter block; and the weights for `leave`."""
+        tokens or of one shorter block; and the weights with which to `mix` its outputs."""
         own = self.kernel_projection(x).unflatten(-1, (2, self.base_kernel.shape[1], -1))
         before, after = (self.base_kernel + own.repeat_interleave(self.group, -1)).unbind(-3)
-        return self.leave(x, before, block), after
+        return self.mix(x, before, block), after
 
-    def leave(self, y: Tensor, weights: Tensor, block: int) -> Tensor:
-        """What stands in place of the part's outputs y [B, n, E]; weights [B, n, kernel, E]: of
-        each place itself, of the place before it, and so on."""
+    def mix(self, y: Tensor, weights: Tensor, block: int) -> Tensor:
+        """For each place the weighted sum of y [B, n, E] there and at the places before it in its
+        block; weights [B, n, kernel, E]: of the place itself, of the one before it, and so on."""
         blocks, kernel = y.unflatten(1, (-1, min(block, y.shape[1]))), weights.shape[-2]
         windows = F.pad(blocks, (0, 0, kernel - 1, 0)).unfold(2, kernel, 1).flip(-1)
         return (windows.flatten(1, 2) * weights.transpose(-1, -2)).sum(-1)
@@ -104,6 +104,6 @@ class Convolved(nn.Module):
     def forward(self, x: Tensor, **how: Any) -> Tensor:
         mixed, after = self.attention_conv.enter(self.input_layernorm(x), self.block)
         y = self.self_attn(mixed, **how)[0]
-        x = x + self.attention_conv.leave(y, after, self.block)
+        x = x + self.attention_conv.mix(y, after, self.block)
         mixed, after = self.mlp_conv.enter(self.post_attention_layernorm(x), self.block)
-        return x + self.mlp_conv.leave(self.mlp(mixed), after, self.block)
+        return x + self.mlp_conv.mix(self.mlp(mixed), after, self.block)
