@@ -151,10 +151,11 @@ def check(
         before = now
         rows.append(row)
     gamma = int(here["gamma"].max())
+    rounds = [each[1:] for each in here["rounds"]]  # a server's pass over the prompt drafts nothing
     full = gamma if server.dialect.counts_every_round else None
-    counts = [_counts(rounds, full) for rounds in here["rounds"]]
+    counts = [_counts(each, full) for each in rounds]
     reference = pd.DataFrame(counts, columns=COUNTS).add_prefix("here_")
-    reference["here_tokens"] = here["emitted"]
+    reference["here_tokens"] = [1 + sum(emitted for *_, emitted in each) for each in rounds]
     samples = pd.DataFrame(rows).join(reference)
     same = (
         sum(a.tokens == b.tokens for a, b in zip(outputs[""], outputs["plain_"], strict=True))
@@ -162,7 +163,7 @@ def check(
     )  # fmt: skip
     exact = _compared(pairing, texts, outputs[""], max_new_tokens)
     drafts = reference["here_drafts"].sum()
-    positions = _positions(before - start, here["rounds"], int(drafts), gamma)
+    positions = _positions(before - start, rounds, int(drafts), gamma)
     return Checked(server, exact, samples, positions, same)
 
 

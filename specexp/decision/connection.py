@@ -30,7 +30,7 @@ class Connection:
             if line.startswith(b"data: {"):
                 event = self._parsed(path, line.removeprefix(b"data: ").decode(errors="replace"))
                 if error := event.get("error"):
-                    raise self.refused(error)
+                    raise self.refused(error.get("message") if isinstance(error, dict) else error)
                 yield event
 
     def refused(self, reason: Any) -> UserError:

@@ -1,9 +1,10 @@
 """How vLLM, SGLang and llama.cpp are asked for token ids, answer, and count drafts.
 
 All count, of every verified draft, its draft tokens and those accepted, the bonus token not
-included, also where an answer ends before it has them all. vLLM and llama.cpp do not count rounds
-without a draft, and their counters are of the whole server, so nothing else may use it meanwhile.
-SGLang counts every round as a draft of full length, and sends its counts with each answer.
+included, also where an answer ends before it has them all; the pass over a prompt has no draft.
+vLLM and llama.cpp do not count rounds without a draft, and their counters are of the whole server,
+so nothing else may use it meanwhile. SGLang counts every round as a draft of full length, and sends
+its counts with each answer.
 """
 
 import re

@@ -68,7 +68,7 @@ class Fake(BaseHTTPRequestHandler):
         if engine.get("hides_eos"):
             events = [[t for t in new if t not in eos] for new in events]
         ended = out.tokens[0][-1] in eos
-        for step in steps:
+        for step in steps[1:]:  # none in the pass over the prompt
             accepted = min(step.accepted, engine.get("most", 99))
             if step.drafted:
                 engine["counts"] += Counter(drafts=1, draft_tokens=step.drafted)
@@ -98,10 +98,11 @@ class Fake(BaseHTTPRequestHandler):
             tokens = new if engine.get("incremental") else every[: total + 1]
             about = {"completion_tokens": total, "finish_reason": None}
             parts.append({"output_ids": tokens, "meta_info": about})
-        if engine["pairing"].options["drafter"] != "plain":
-            gamma, accepted = engine["pairing"].options["gamma"], [step.accepted for step in steps]
+        drafts = engine["pairing"].options["drafter"] != "plain"
+        if drafts and (accepted := [step.accepted for step in steps[1:]]):
+            gamma = engine["pairing"].options["gamma"]
             about |= {
-                "spec_verify_ct": len(steps), "spec_num_proposed_drafts": gamma * len(steps),
+                "spec_verify_ct": len(accepted), "spec_num_proposed_drafts": gamma * len(accepted),
                 "spec_num_correct_drafts": sum(accepted),
                 "spec_correct_drafts_histogram": [accepted.count(n) for n in range(gamma + 1)],
             }  # fmt: skip
@@ -237,6 +238,9 @@ def test_bad_servers_are_one_line(serving, pairing):
     too_long = {"type": "abort", "message": "too long"}
     with pytest.raises(UserError, match="refused a prompt: too long"):
         Server(serving(pairing, kind="sglang", reason=too_long)).complete([1, 2], 4)
+    for error in ("too long", {"message": "too long", "code": 400}):
+        with pytest.raises(UserError, match=r"refused a prompt: too long$"):
+            Server(serving(pairing, adds=[{"error": error}])).complete([1, 2], 4)
     for listed in ("no JSON", "[]"):
         with pytest.raises(UserError, match=r"/v1/models answers no JSON object, but"):
             Server(serving(pairing, models=listed))
