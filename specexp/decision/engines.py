@@ -108,7 +108,8 @@ def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
         return (
             f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {draft + 1} "
             f"--speculative-ngram-max-bfs-breadth 1 --speculative-ngram-match-type {order}  "
-            f"{note}; looks up in the texts of all requests, so measure its acceptance there"
+            f"{note}; looks up in the output of all requests and the ends of their prompts, so "
+            "measure its acceptance there"
         )
     options = [f"--speculative-algorithm {names.get(method) or _no()}"]
     options += [f"--speculative-draft-model-path {path}"] * bool(argument)

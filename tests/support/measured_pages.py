@@ -203,7 +203,7 @@ def blocks() -> str:
     """drafters/README: tokens per pass of blocks, beside EAGLE-3."""
     runs = pd.DataFrame(load("blocks")["runs"]).set_index(["drafter", "gamma"])
     length, first = runs["acceptance/length"], runs["acceptance/first"]
-    few, many = ([f"{length[name, n]:.2f}" for name in ("dspark", "eagle", "dflash")]
+    few, many = ([f"{length[name, n]:.2f}" for name in ("dspark", "eagle", "dflash", "dflash2")]
                  for n in (3, 7))  # fmt: skip
     [there] = [run for run in load("servers")["runs"] if run["drafter"] == "dflash"]
     in_vllm = there["positions"][0]["server"]
@@ -211,8 +211,9 @@ def blocks() -> str:
         "A block is drafted in one pass, where EAGLE-3 takes a pass for each draft token. With "
         f"the zoo's DSpark heads, a target pass yields {few[0]} tokens instead of {few[1]} from "
         f"three draft tokens, and {many[0]} instead of {many[1]} from seven; without a Markov head "
-        f"(DFlash) {few[2]} and {many[2]}. A DFlash block should be as long as in training: of "
-        f"first draft tokens it has {first['dflash', 7]:.0%} accepted in drafts of seven and "
+        f"(DFlash) {few[2]} and {many[2]}; with DFlash 2's convolutions and selector {few[3]} and "
+        f"{many[3]}, but its passes are not compiled for a CPU. A DFlash block should be as long "
+        f"as in training: of first draft tokens it has {first['dflash', 7]:.0%} accepted in drafts of seven and "
         f"{first['dflash', 3]:.0%} in drafts of three (in vLLM {in_vllm:.0%} in drafts "
         f"of {there['gamma']}; [data](../../data/measurements/blocks.json))."
     )

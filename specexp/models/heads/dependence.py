@@ -76,16 +76,19 @@ class Convolution(nn.Module):
     def enter(self, x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """What the part reads in place of its inputs x [B, n, E], which are of blocks of so many
         tokens or of one shorter block; and the weights with which to `mix` its outputs."""
-        own = self.kernel_projection(x).unflatten(-1, (2, self.base_kernel.shape[1], -1))
-        before, after = (self.base_kernel + own.repeat_interleave(self.group, -1)).unbind(-3)
+        own = self.kernel_projection(x).unflatten(-1, (2, self.base_kernel.shape[1], -1, 1))
+        shared = self.base_kernel.unflatten(-1, (-1, self.group))
+        before, after = (shared + own).flatten(-2).unbind(-3)
         return self.mix(x, before, block), after
 
     def mix(self, y: Tensor, weights: Tensor, block: int) -> Tensor:
         """For each place the weighted sum of y [B, n, E] there and at the places before it in its
         block; weights [B, n, kernel, E]: of the place itself, of the one before it, and so on."""
-        blocks, kernel = y.unflatten(1, (-1, min(block, y.shape[1]))), weights.shape[-2]
-        windows = F.pad(blocks, (0, 0, kernel - 1, 0)).unfold(2, kernel, 1).flip(-1)
-        return (windows.flatten(1, 2) * weights.transpose(-1, -2)).sum(-1)
+        y, weights = (part.unflatten(1, (-1, min(block, y.shape[1]))) for part in (y, weights))
+        mixed = y * weights[..., 0, :]
+        for back in range(1, weights.shape[-2]):
+            mixed[:, :, back:].addcmul_(y[:, :, :-back], weights[:, :, back:, back])
+        return mixed.flatten(1, 2)
 
 
 class Convolved(nn.Module):
