@@ -213,9 +213,9 @@ def blocks() -> str:
         f"three draft tokens, and {many[0]} instead of {many[1]} from seven; without a Markov head "
         f"(DFlash) {few[2]} and {many[2]}; with DFlash 2's convolutions and selector {few[3]} and "
         f"{many[3]}, but its passes are not compiled for a CPU. A DFlash block should be as long "
-        f"as in training: of first draft tokens it has {first['dflash', 7]:.0%} accepted in drafts of seven and "
-        f"{first['dflash', 3]:.0%} in drafts of three (in vLLM {in_vllm:.0%} in drafts "
-        f"of {there['gamma']}; [data](../../data/measurements/blocks.json))."
+        f"as in training: of first draft tokens it has {first['dflash', 7]:.0%} accepted in drafts "
+        f"of seven and {first['dflash', 3]:.0%} in drafts of three (in vLLM {in_vllm:.0%} in "
+        f"drafts of {there['gamma']}; [data](../../data/measurements/blocks.json))."
     )
     return paragraph(text.replace("%", " %"), 104)
 
