@@ -47,6 +47,7 @@ MOST, LONGEST = 500, 1_000  # files that one source names; characters of a name
 HUGE = 10_000_000_000  # bytes above which a file that code names stands for its size and time
 SYSTEM = ("/proc", "/sys", "/dev")
 _INSTALLED = {"site-packages", "dist-packages"}
+_LIBRARY = Path(os.__file__).parent  # Debian's Python has a `sitecustomize` there
 _DRAFTERS = f"{NAME}.drafters."
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 _MODULE = re.compile(rf"{NAME}(\.\w+)+")
@@ -410,7 +411,8 @@ class _Finder:
                     spec = importlib.util.find_spec(top)
                     file = Path(spec.origin) if spec and spec.origin else None
                     named = top in {module.partition(".")[0] for module in self.named}
-                    if spec and file and (named or not _INSTALLED & {*file.parts}):
+                    own = file and file.parent != _LIBRARY and not _INSTALLED & {*file.parts}
+                    if spec and file and (named or own):
                         self._roots[top] = file.parents[bool(spec.parent)]  # above a package's
         return self._roots[top]
 

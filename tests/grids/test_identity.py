@@ -395,6 +395,17 @@ def test_own_module_on_the_path_is_in_the_key_and_an_installed_one_is_not(tmp_pa
     assert files(own).keys() == {"mine.py (elsewhere)"}
 
 
+def test_start_up_code_that_python_comes_with_is_not_in_the_key(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "sitecustomize.py").write_text("")  # as in Debian
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    monkeypatch.delitem(sys.modules, "sitecustomize", raising=False)
+    own = write(tmp_path / "own.ipynb", "print(1)")
+    assert files(own).keys() == {STARTUP}
+    monkeypatch.setattr(imports, "_LIBRARY", tmp_path / "lib")
+    assert files(own).keys() == set()
+
+
 def test_class_named_by_a_parameter_is_in_the_key(tmp_path, monkeypatch):
     own = write(tmp_path / "own.ipynb", "print(1)")
     (tmp_path / "mine.py").write_text("import helper")
