@@ -22,13 +22,13 @@ import random
 import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from typing import Any, NoReturn
 
 import psutil
@@ -54,16 +54,15 @@ def main(control: int, folder: str, modules: Collection[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that workers leave no zombies
     gc.collect()
     gc.freeze()
-    line = Connection(control)
-    with contextlib.suppress(EOFError):
-        while True:
-            end = Connection(recv_handle(line))
-            kill_children(workers)  # the orphans of workers that were killed
-            if (pid := os.fork()) == 0:
-                line.close()
-                _run(Worker(end).serve)
-            workers.add(pid)
-            end.close()
+    line = socket.socket(fileno=control)
+    while (received := socket.recv_fds(line, 1, 1))[0]:
+        end = Connection(received[1][0])
+        kill_children(workers)  # the orphans of workers that were killed
+        if (pid := os.fork()) == 0:
+            line.close()
+            _run(Worker(end).serve)
+        workers.add(pid)
+        end.close()
     kill_children()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -105,7 +104,7 @@ class Kernels:
                 raise NoForkServer(self.gone)
             here, there = Pipe()
             with there, contextlib.suppress(ConnectionError):
-                send_handle(self.control, there.fileno(), self.server.pid)
+                socket.send_fds(self.control, [b"\0"], [there.fileno()])
             return here, self.server
 
     def replace(self, dead: subprocess.Popen[bytes]) -> None:
@@ -127,7 +126,7 @@ class Kernels:
 
     def _start(self) -> None:
         modules = () if self.why else (*MACHINERY, *self.modules)
-        self.control, there = Pipe()
+        self.control, there = socket.socketpair()
         with there, open(self.folder / "forkserver.log", "wb") as log:
             tied = (str(there.fileno()), str(self.folder))
             self.server = subprocess.Popen(
