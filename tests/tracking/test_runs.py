@@ -176,6 +176,7 @@ def test_log_under_the_runner_leaves_the_store_alone(store, tmp_path, monkeypatc
 def test_device_tag_follows_the_device_parameter(store, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: f"GPU {device}")
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: None)  # which asks real devices
     monkeypatch.setenv("SPECEXP_ATTEMPT", str(tmp_path))
     for device, name in {"cpu": "cpu", "cuda:1": "GPU cuda:1", "auto": "GPU cuda"}.items():
         track.log("mine", {"device": device}, METRICS)
