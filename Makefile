@@ -1,5 +1,5 @@
 # On a fresh machine: make demo, make test. `make help` lists all targets.
-PY   ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+PY   ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3.14 || command -v python3)
 VENV ?= .venv
 BIN  := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
