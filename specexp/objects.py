@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -22,6 +22,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from specexp.errors import UserError, first_line
+
+if sys.version_info >= (3, 14):  # where annotations may name what only a type checker imports
+    from annotationlib import Format
+
+    signature = partial(inspect.signature, annotation_format=Format.STRING)
+else:
+    signature = inspect.signature
 
 GROUPS = {"drafter": "drafters", "rule": "rules", "policy": "policies"}
 _WRITTEN = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):([A-Za-z_]\w*)(?::(.*))?")
@@ -91,7 +98,7 @@ def construct(kind: str, text: str, factory: Callable[..., Any], argument: str =
     UserError if the factory takes other ones."""
     values = _values(argument)
     try:
-        inspect.signature(factory).bind(*values)
+        signature(factory).bind(*values)
     except (TypeError, ValueError) as e:
         raise UserError(
             f"{kind} {text}: {factory.__name__}{values} cannot be called: {e}; give its arguments "
@@ -103,7 +110,7 @@ def construct(kind: str, text: str, factory: Callable[..., Any], argument: str =
 def check_takes(about: str, method: Any, arguments: str) -> None:
     """Raise UserError unless a method can be called with these arguments, such as `seqs, tree`."""
     try:
-        inspect.signature(method).bind(*arguments.split(", "))
+        signature(method).bind(*arguments.split(", "))
     except TypeError:
         raise UserError(f"{about} must take ({arguments})") from None
     except ValueError:

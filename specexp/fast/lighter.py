@@ -28,6 +28,7 @@ from specexp.models import load
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM, Network, Unfused
 from specexp.models.scans import replaced
+from specexp.objects import signature
 from specexp.ops import op
 from specexp.tree import Branches
 
@@ -104,7 +105,7 @@ def above(norm: nn.Module) -> float | None:
     weights, eps = dict(norm.named_parameters()), epsilon(norm)
     if [*weights] != ["weight"] or weights["weight"].dim() != 1 or not isinstance(eps, float):
         return None
-    if len(inspect.signature(norm.forward).parameters) > 1:  # for example, x and a gate
+    if len(signature(norm.forward).parameters) > 1:  # for example, x and a gate
         return None
     weight = weights["weight"].detach()
     sizes = torch.tensor([[1e-3], [0.1], [1.0], [30.0]]) * torch.linspace(0, 2, len(weight))

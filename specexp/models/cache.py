@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from inspect import getmodule, signature
+from inspect import getmodule
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, proxy
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specexp.models.memory import Layer, layer_slots, layers
+from specexp.objects import signature
 from specexp.ops import op
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Branches, line_mask

@@ -22,6 +22,7 @@ from specexp.models import scans
 from specexp.models.cache import SlotCache
 from specexp.models.memory import PREFILL
 from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, entries_of, twin
+from specexp.objects import signature
 from specexp.tree import Branches
 
 WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
@@ -236,7 +237,7 @@ class Stepwise(nn.Module):
     def __init__(self, module: nn.Module, number: int) -> None:
         super().__init__()
         self.module, self.number = module, number
-        self.input = next(iter(inspect.signature(module.forward).parameters))
+        self.input = next(iter(signature(module.forward).parameters))
         self.states: Parts = {}
         self.continues = self.scanned = self.walked = False
         self.scan, self.walk = scans.Scan(module), scans.Walk(module)

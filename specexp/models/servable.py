@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from inspect import signature
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors import safe_open
 
 from specexp.errors import UserError, refusing
 from specexp.models.memory import layers
+from specexp.objects import signature
 
 CONTEXTS = ("max_position_embeddings", "max_seq_len")
 ORIGINAL = "original_max_position_embeddings"

@@ -2,13 +2,14 @@
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
 
-from specexp import drafters
+from specexp import drafters, objects
 from specexp.errors import UserError
 from specexp.grids import points, runner
 from specexp.measure import costs, one_pairing, under_load
@@ -65,6 +66,26 @@ def test_own_policy_is_exact_and_adapts(cell):
 def test_own_drafter_proposes_the_period(cell):
     [out] = cell["pair"].engine.generate([PROMPTS[0]], 1).trace.rounds
     assert out.steps[0].draft == (1, 2, 1, 2)
+
+
+ANNOTATED = """
+import specexp
+
+class Last(specexp.Drafter):
+    def __init__(self, times: Unknown = 1):
+        pass
+
+    def propose(self, seqs: Unknown, tree: Unknown, rng: Unknown) -> Unknown:
+        return seqs.draft(tree.nodes(seqs.tokens.device), seqs.root.expand(-1, len(tree) - 1))
+"""
+
+
+def test_annotations_may_name_what_only_a_type_checker_imports(cell):
+    lazy = "" if sys.version_info >= (3, 14) else "from __future__ import annotations\n"
+    exec(lazy + ANNOTATED, names := {"__name__": "__main__"})
+    last = objects.construct("drafter", "last", names["Last"], "2")
+    pair = cell["pair"].with_(drafter=last)
+    assert pair.engine.generate(PROMPTS, 4).trace.acceptance.drafted > 0
 
 
 class Late(drafters.Drafter):
