@@ -26,8 +26,7 @@ from specexp.objects import signature
 from specexp.tree import Branches
 
 WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
-# methods of a cache by which a module writes a state
-KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}  # write a state
 
 
 class State:
