@@ -39,7 +39,6 @@ class ConvolvedLayer(fused.Layer):
     def __init__(self, layer: Convolved) -> None:
         super().__init__(layer)
         self.attention_conv, self.mlp_conv = layer.attention_conv, layer.mlp_conv
-        self.block = layer.block
 
     def __call__(
         self, x: Tensor, read: Tensor, info: AttentionInfo, rotations: tuple[Tensor, Tensor],
@@ -48,11 +47,11 @@ class ConvolvedLayer(fused.Layer):
         """See `fused.Layer`."""
 
         def enter(conv: Convolution, read: Tensor) -> tuple[Tensor, Tensor]:
-            mixed, after = conv.enter(read.view(*info.positions.shape, -1), self.block)
+            mixed, after = conv.enter(read.view(*info.positions.shape, -1))
             return mixed.flatten(0, 1), after
 
         def mix(conv: Convolution, y: Tensor, after: Tensor) -> Tensor:
-            return conv.mix(y.view(*info.positions.shape, -1), after, self.block).flatten(0, 1)
+            return conv.mix(y.view(*info.positions.shape, -1), after).flatten(0, 1)
 
         mixed, after = enter(self.attention_conv, read)
         qkv = product(mixed, self.qkv, self.qkv_bias)

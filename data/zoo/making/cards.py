@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from making.recipes import CONTEXT, Recipe
-from specexp.models.heads.layouts import DRAFTED_BY
+from specexp.models.heads.layouts import BLOCKS, DRAFTED_BY, EAGLE3
 from specexp.zoo import shelf
 from specexp.zoo.recipes import VOCABULARY
 from specexp.zoo.rows import Documents
@@ -190,7 +190,7 @@ def licence(trained: Mapping[str, Any] | None) -> str:
 def card_of_heads(facts: Mapping[str, Any]) -> str:
     """The model card of heads trained on the zoo's text, from the content of `zoo.json`."""
     kind, target, trained = facts["role"], facts["target"], facts["trained"]
-    as_speculators = kind in ("eagle3", "dflash", "dflash2", "dspark")
+    as_speculators = kind in (*EAGLE3, *BLOCKS)
     layout = "the `speculators` format" if as_speculators else "the layout of published heads"
     corpus = trained["corpus"]
     terms = "Check the licence of the target: the heads are derived from it."

@@ -60,10 +60,11 @@ class Selector(nn.Module):
 
 class Convolution(nn.Module):
     """Mixes each place's input of a part of a layer, and its output, with those of the places
-    before it in the block: by weights `base_kernel` for each channel, and by others that follow
-    from the input, for each group of channels. It begins as the identity."""
+    before it in its block of `block` tokens, or in a single shorter one: by weights `base_kernel`
+    for each channel, and by others that follow from the input, for each group of channels. It
+    begins as the identity."""
 
-    def __init__(self, width: int, kernel: int, group: int) -> None:
+    def __init__(self, width: int, kernel: int, group: int, block: int) -> None:
         super().__init__()
         if width % group:
             raise ValueError(f"{width} channels have no groups of {group}")
@@ -71,20 +72,21 @@ class Convolution(nn.Module):
         self.base_kernel.data[:, 0] = 1
         self.kernel_projection = Linear(width, 2 * kernel * (width // group), bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
-        self.group = group
+        self.group, self.block = group, block
 
-    def enter(self, x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """What the part reads in place of its inputs x [B, n, E], which are of blocks of so many
-        tokens or of one shorter block; and the weights with which to `mix` its outputs."""
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What the part reads in place of its inputs x [B, n, E], and the weights with which to
+        `mix` its outputs."""
         own = self.kernel_projection(x).unflatten(-1, (2, self.base_kernel.shape[1], -1, 1))
         shared = self.base_kernel.unflatten(-1, (-1, self.group))
         before, after = (shared + own).flatten(-2).unbind(-3)
-        return self.mix(x, before, block), after
+        return self.mix(x, before), after
 
-    def mix(self, y: Tensor, weights: Tensor, block: int) -> Tensor:
+    def mix(self, y: Tensor, weights: Tensor) -> Tensor:
         """For each place the weighted sum of y [B, n, E] there and at the places before it in its
         block; weights [B, n, kernel, E]: of the place itself, of the one before it, and so on."""
-        y, weights = (part.unflatten(1, (-1, min(block, y.shape[1]))) for part in (y, weights))
+        size = min(self.block, y.shape[1])
+        y, weights = (part.unflatten(1, (-1, size)) for part in (y, weights))
         mixed = y * weights[..., 0, :]
         for back in range(1, weights.shape[-2]):
             mixed[:, :, back:].addcmul_(y[:, :, :-back], weights[:, :, back:, back])
@@ -100,13 +102,12 @@ class Convolved(nn.Module):
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
         width = layer.hidden_size
-        self.attention_conv = Convolution(width, kernel, group)
-        self.mlp_conv = Convolution(width, kernel, group)
-        self.block = block
+        self.attention_conv = Convolution(width, kernel, group, block)
+        self.mlp_conv = Convolution(width, kernel, group, block)
 
     def forward(self, x: Tensor, **how: Any) -> Tensor:
-        mixed, after = self.attention_conv.enter(self.input_layernorm(x), self.block)
+        mixed, after = self.attention_conv.enter(self.input_layernorm(x))
         y = self.self_attn(mixed, **how)[0]
-        x = x + self.attention_conv.mix(y, after, self.block)
-        mixed, after = self.mlp_conv.enter(self.post_attention_layernorm(x), self.block)
-        return x + self.mlp_conv.mix(self.mlp(mixed), after, self.block)
+        x = x + self.attention_conv.mix(y, after)
+        mixed, after = self.mlp_conv.enter(self.post_attention_layernorm(x))
+        return x + self.mlp_conv.mix(self.mlp(mixed), after)
