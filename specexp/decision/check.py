@@ -17,12 +17,14 @@ from tqdm.auto import tqdm
 from specexp.api import Pairing
 from specexp.decision.server import Reply, Server
 from specexp.errors import UserError, counted
-from specexp.measure import exactness, one_pairing, statistics
+from specexp.measure import exactness, statistics
 from specexp.measure.exactness import Exactness
+from specexp.measure.one_pairing import single_stream_tree
 from specexp.measure.prompts import Prompt
 from specexp.measure.statistics import Interval
 
 COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
+Round = tuple[int, int, int]  # its tokens drafted, accepted and emitted
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def check(
     servers = {"": server} | ({"plain_": plain} if plain else {})
     for each in servers.values():  # warm-up, and a complaint before the reference takes its time
         each.complete(texts[0], 2)
-    here = one_pairing.acceptance([pairing], prompts, max_new_tokens)
+    rounds = _rounds(pairing, texts, max_new_tokens)
     rows, outputs = [], {name: list[Reply]() for name in servers}
     start = before = server.dialect.counters()
     for number, ids in enumerate(tqdm(texts, desc="server", unit="prompt")):
@@ -150,8 +152,7 @@ def check(
         row |= {name: now[name] - before[name] for name in COUNTS}
         before = now
         rows.append(row)
-    gamma = int(here["gamma"].max())
-    rounds = [each[1:] for each in here["rounds"]]  # a server's pass over the prompt drafts nothing
+    gamma = single_stream_tree(pairing.engine).depth
     full = gamma if server.dialect.counts_every_round else None
     counts = [_counts(each, full) for each in rounds]
     reference = pd.DataFrame(counts, columns=COUNTS).add_prefix("here_")
@@ -183,17 +184,35 @@ def _compared(
     return exact
 
 
-def _counts(rounds: Sequence[tuple[float, ...]], full: int | None) -> tuple[int, int, int]:
-    """COUNTS of a prompt's rounds (see `one_pairing.acceptance`) as a server has them: without
-    rounds that drafted nothing or, if given, every round as a draft of the `full` length."""
-    drafted = [(of if full is None else full, n) for _, _, _, of, n, _ in rounds if of or full]
-    return len(drafted), int(sum(of for of, _ in drafted)), int(sum(n for _, n in drafted))
+def _rounds(pairing: Pairing, texts: Sequence[list[int]], max_new_tokens: int) -> list[list[Round]]:
+    """The rounds of each prompt here, one prompt at a time as on the server, and from the state in
+    which a server drafts first: its pass over the prompt has emitted a token and drafted nothing.
+    """
+    engine = pairing.engine
+    if not (engine.drafter.context and single_stream_tree(engine).depth):
+        raise UserError("gamma is 0 or the drafter plain, so nothing is drafted; use others")
+    rounds = []
+    for ids in tqdm(texts, desc="reference", unit="prompt"):
+        [[first]] = engine.generate([ids], 1).tokens
+        if first in engine.eos or max_new_tokens == 1:
+            rounds.append(list[Round]())
+            continue
+        trace = engine.generate([[*ids, first]], max_new_tokens - 1).trace
+        rounds.append([(s.drafted, s.accepted, s.emitted) for r in trace.rounds for s in r.steps])
+    return rounds
+
+
+def _counts(rounds: Sequence[Round], full: int | None) -> tuple[int, int, int]:
+    """COUNTS of a prompt's rounds as a server has them: without rounds that drafted nothing or, if
+    given, every round as a draft of the `full` length."""
+    drafted = [(of if full is None else full, n) for of, n, _ in rounds if of or full]
+    return len(drafted), sum(of for of, _ in drafted), sum(n for _, n in drafted)
 
 
 def _positions(
-    there: dict[str, int], here: Iterable[Sequence[tuple[float, ...]]], drafts: int, gamma: int
+    there: dict[str, int], here: Iterable[Sequence[Round]], drafts: int, gamma: int
 ) -> pd.DataFrame:
-    accepted = np.array([n for rounds in here for _, _, _, _, n, _ in rounds])
+    accepted = np.array([n for rounds in here for _, n, _ in rounds])
     return pd.DataFrame(
         {"position": at, "server": there[f"accepted_{at}"] / max(1, there["drafts"]),
          "here": float((accepted >= at).sum() / max(1, drafts))}

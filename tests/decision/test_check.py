@@ -59,16 +59,21 @@ class Fake(BaseHTTPRequestHandler):
             return
         prompt = body["input_ids" if kind == "sglang" else "prompt"]
         names = {"vllm": "max_tokens", "sglang": "max_new_tokens", "llamacpp": "n_predict"}
-        out = engine["pairing"].engine.generate([prompt], asked[names[kind]])
-        tokens, steps = iter(out.tokens[0]), out.trace.steps()
-        events = [list(islice(tokens, step.emitted)) for step in steps]
+        decoder, limit, steps = engine["pairing"].engine, asked[names[kind]], []
+        [answer] = decoder.generate([prompt], 1).tokens  # a pass over the prompt drafts nothing
+        if limit > 1 and answer[0] not in decoder.eos:
+            out = decoder.generate([prompt + answer], limit - 1)
+            answer, steps = answer + out.tokens[0], out.trace.steps()
+        tokens = iter(answer)
+        events = [list(islice(tokens, n)) for n in (1, *(step.emitted for step in steps))]
         if engine.get("spoils"):
             events[-1] = [events[-1][0] + 1, *events[-1][1:]]
-        eos = engine["pairing"].engine.eos
+        if engine.get("joins"):
+            events[:2] = [events[0] + events[1]]
         if engine.get("hides_eos"):
-            events = [[t for t in new if t not in eos] for new in events]
-        ended = out.tokens[0][-1] in eos
-        for step in steps[1:]:  # none in the pass over the prompt
+            events = [[t for t in new if t not in decoder.eos] for new in events]
+        ended = answer[-1] in decoder.eos
+        for step in steps:
             accepted = min(step.accepted, engine.get("most", 99))
             if step.drafted:
                 engine["counts"] += Counter(drafts=1, draft_tokens=step.drafted)
@@ -99,7 +104,7 @@ class Fake(BaseHTTPRequestHandler):
             about = {"completion_tokens": total, "finish_reason": None}
             parts.append({"output_ids": tokens, "meta_info": about})
         drafts = engine["pairing"].options["drafter"] != "plain"
-        if drafts and (accepted := [step.accepted for step in steps[1:]]):
+        if drafts and (accepted := [step.accepted for step in steps]):
             gamma = engine["pairing"].options["gamma"]
             about |= {
                 "spec_verify_ct": len(accepted), "spec_num_proposed_drafts": gamma * len(accepted),
@@ -207,11 +212,11 @@ def test_an_answer_without_tokens_takes_part_in_no_pace(serving, pairing):
 
 
 def test_tokens_that_come_with_the_first_are_not_timed(serving, pairing):
-    found = check(Server(serving(pairing)), pairing, SHORT, TOKENS)
-    at_once = [pairing.engine.generate([ids], TOKENS).trace.steps()[0].emitted
-               for ids in pairing.encode(TEXTS)]  # fmt: skip
-    assert max(at_once) > 1
-    assert list(found.samples["later"]) == [TOKENS - n for n in at_once]
+    found = check(Server(serving(pairing, joins=True)), pairing, SHORT, TOKENS)
+    begun = [ids + pairing.engine.generate([ids], 1).tokens[0] for ids in pairing.encode(TEXTS)]
+    more = [pairing.engine.generate([ids], TOKENS - 1).trace.steps()[0].emitted for ids in begun]
+    assert max(more) > 1
+    assert list(found.samples["later"]) == [TOKENS - 1 - n for n in more]
     found = check(Server(serving(pairing)), pairing, SHORT, 1)
     assert "speed: TTFT " in " ".join(found.lines()), "there is no pace of one token"
 

@@ -152,6 +152,7 @@ def save(
         config = {
             "model_type": "medusa", "medusa_num_heads": len(net), "medusa_num_layers": net.blocks,
             "hidden_size": width, "vocab_size": vocab, "base_model_name_or_path": target,
+            "medusa_fc_bias": True,  # without it vLLM leaves the biases out
         }  # fmt: skip
     elif isinstance(net, Block) or net.shape.fused:
         config = _speculators_config(net, target, architectures)
