@@ -46,9 +46,19 @@ class Checked:
         accepted, count = self.samples[[f"{of}accepted_tokens", f"{of}{below}"]].sum()
         return float(accepted / count) if count else 0.0
 
+    def _length(self, of: str) -> float | None:
+        """Tokens in a draft, on the server or (of `here_`) of the reference; None if these, on
+        average over a prompt, are not the same whole number for all."""
+        drafts, tokens = self.samples[f"{of}drafts"], self.samples[f"{of}draft_tokens"]
+        [length, *others] = (tokens / drafts).dropna().unique()
+        return length if length.is_integer() and not others else None
+
     @cached_property
-    def missing(self) -> Interval:
-        """Accepted tokens a draft on the server minus those here, paired by prompt."""
+    def missing(self) -> Interval | None:
+        """Accepted tokens a draft on the server minus those here, paired by prompt; None if one of
+        them drafted nothing."""
+        if not (self.drafts and self.samples["here_drafts"].any()):
+            return None
         names = ("accepted_tokens", "drafts", "here_accepted_tokens", "here_drafts")
         draws = statistics.difference_draws(*(self.samples[name] for name in names))
         return statistics.simultaneous([draws])[0]
@@ -68,7 +78,7 @@ class Checked:
 
     def figures(self) -> dict[str, float]:
         """What `lines` says, in numbers: accepted tokens a draft, as a share of draft tokens, and
-        of all tokens, on the server and (`here_`) of the reference; intervals; exactness."""
+        per token written, on the server and (`here_`) of the reference; intervals; exactness."""
         names = {"per_draft": "drafts", "rate": "draft_tokens", "share": "tokens"}
         sides = ("", "here_")
         each = {f"{of}{n}": self._over(of, below) for n, below in names.items() for of in sides}
@@ -101,26 +111,39 @@ class Checked:
         lines = [f"text: {self.text()}"]
         if self.same is not None:
             lines.append(f"text: the plain server's in {self.same} of {len(samples)}")
-        if not self.drafts:
-            lines.append("acceptance: the server drafted nothing: is speculative decoding on?")
-        else:
-            on, off = self.figures(), self.missing
-            clear = (
-                "certainly fewer: its drafts or its rule differ" if off.high < 0 else
-                "certainly more: its drafter differs" if off.low > 0 else "no clear difference"
-            )  # fmt: skip
-            lines += [
-                f"acceptance: {on['rate']:.0%} of draft tokens, {on['here_rate']:.0%} here; "
-                f"{on['per_draft']:.2f} a draft, {on['here_per_draft']:.2f} here: "
-                f"{off.value:+.2f} [{off.low:+.2f}, {off.high:+.2f}], {clear}",
-                f"acceptance: {on['share']:.0%} of all tokens, {on['here_share']:.0%} here",
-            ]
+        lines += [f"acceptance: {line}" for line in self._acceptance()]
         pace = f"{1e3 * samples['s'].sum() / max(1, later):.2f} ms a token after the first, "
         lines.append(f"speed: {pace * bool(later)}TTFT {1e3 * ttft:.0f} ms")
         if self.speedup:
             over = f"{self.speedup}, {statistics.verdict(self.speedup)}"
             lines.append(f"speedup over the plain server: {over}")
         return lines
+
+    def _acceptance(self) -> list[str]:
+        on, off = self.figures(), self.missing
+        if off is None and self.drafts:
+            rate = f"{on['rate']:.0%} of draft tokens"
+            return [f"{rate}; the reference drafted nothing on these prompts"]
+        if off is None:
+            on_here = self.samples["here_drafts"].any()
+            neither = ", nor did the reference on these prompts"
+            why = ": is speculative decoding on?" if on_here else neither
+            return [f"the server drafted nothing{why}"]
+        there, here = self._length(""), self._length("here_")
+        clear = (
+            f"the server drafts {there:.0f} tokens, here {here:.0f}: use --gamma {there:.0f}"
+            if there and here and there != here else
+            "certainly fewer: its drafts or its rule differ" if off.high < 0 else
+            "certainly more: its drafter differs" if off.low > 0 else
+            off.doubt or "no clear difference"
+        )  # fmt: skip
+        return [
+            f"{on['rate']:.0%} of draft tokens, {on['here_rate']:.0%} here; "
+            f"{on['per_draft']:.2f} a draft, {on['here_per_draft']:.2f} here: "
+            f"{off.value:+.2f} [{off.low:+.2f}, {off.high:+.2f}], {clear}",
+            f"{on['share']:.2f} accepted tokens per token written, {on['here_share']:.2f} here "
+            "(also those that the end of an answer cut off)",
+        ]
 
 
 def check(

@@ -2,7 +2,8 @@
 llama.cpp and transformers, as their documentation of November 2026 names them.
 
 Acceptance carries over to another engine, the speedup does not: it depends on that engine's kernels
-and scheduler, so it has to be measured there. An engine that cannot draft so says why.
+and scheduler, so it has to be measured there. An engine that cannot draft so says why. One that
+takes a single draft length gets that of the smallest batches, and is limited to these.
 """
 
 import json
@@ -102,8 +103,8 @@ def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
     names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN",
              "dflash": "DFLASH", "dflash2": "DFLASH", "dspark": "DSPARK"}  # fmt: skip
     orders = {"ngram": "BFS", "suffix": "PROB"}  # what followed last, and what did most often
-    draft, path = next(iter(schedule.values())), shlex.quote(argument)
-    note = f"# for at most {counted(max(schedule), 'request')} at once, always on"
+    most, draft = next(iter(schedule.items()))
+    note = f"# for at most {counted(most, 'request')} at once, always on"
     if order := orders.get(method):
         return (
             f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {draft + 1} "
@@ -112,7 +113,7 @@ def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
             "measure its acceptance there"
         )
     options = [f"--speculative-algorithm {names.get(method) or _no()}"]
-    options += [f"--speculative-draft-model-path {path}"] * bool(argument)
+    options += [f"--speculative-draft-model-path {shlex.quote(argument)}"] * bool(argument)
     if method in ("dflash", "dflash2"):
         options.append(f"--speculative-dflash-block-size {draft + 1}")
     elif method == "dspark":
@@ -144,7 +145,7 @@ def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
 
 
 def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
-    draft, most = next(iter(schedule.values())), max(schedule)
+    most, draft = next(iter(schedule.items()))
     behind = method.removeprefix("lookup:")
     match = _match(argument) if method == "ngram" else fitting.LONG_MATCH
     simple = f"ngram-simple --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {draft}"

@@ -53,7 +53,12 @@ def _peers(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         "weights, with a draft model its assisted generation at the same draft length, and "
         "plain decoding for speculation in a batch, which it cannot do; same output: the share "
         "equal to specexp's plain decoding",
+        _intervals(suite["prompts"]),
     ]
+
+
+def _intervals(prompts: int) -> str:
+    return f"intervals: timing noise alone, over repeats of the same {counted(prompts, 'prompt')}"
 
 
 def _equal(output: dict[str, Any] | None) -> str:
@@ -110,6 +115,7 @@ def _round(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         "Python between rounds;",
         "clean loop: a round without clocks between phases, to which these should add up (1x); "
         "overhead: its part outside draft and target passes",
+        _intervals(suite["texts"]),
         f"acceptance length {accepted['length']:.2f}: speedup {times(speedup['measured'])} "
         f"measured, {speedup['from_passes']:.2f}x predicted from acceptance and the passes alone"
         + f"; {NOT_CREDIBLE}"

@@ -170,7 +170,7 @@ def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind
     assert found.speedup.low < found.speedup.high
     said = " ".join(found.lines())
     assert "text: the target's in 4 of 4 prompts" in said
-    assert "no clear difference" in said
+    assert "+0.00 [+0.00, +0.00], too few prompts: at least 13 more" in said
     assert "speedup over the plain server: " in said
     assert calls == {"difference_draws": 1, "speedup": 1}, "an interval is computed once"
 
@@ -221,10 +221,39 @@ def test_tokens_that_come_with_the_first_are_not_timed(serving, pairing):
     assert "speed: TTFT " in " ".join(found.lines()), "there is no pace of one token"
 
 
-def test_a_server_that_does_not_draft_is_told_so(serving, pairing):
-    found = check(Server(serving(pairing.with_(drafter="plain"))), pairing, SHORT, TOKENS)
-    assert not found.drafts
-    assert "the server drafted nothing: is speculative decoding on?" in " ".join(found.lines())
+class Never(specexp.Drafter):
+    def propose(self, seqs, tree, rng):
+        return seqs.draft(tree.nodes(seqs.device), seqs.root.repeat(1, len(tree) - 1) * 0 - 1)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "here", "said"),
+    [("plain", "ngram", "the server drafted nothing: is speculative decoding on?"),
+     ("plain", Never(), "the server drafted nothing, nor did the reference on these prompts"),
+     ("ngram", Never(), "% of draft tokens; the reference drafted nothing on these prompts")],
+)  # fmt: skip
+def test_acceptance_is_not_compared_where_one_side_drafts_nothing(
+    serving, pairing, drafter, here, said
+):
+    server = Server(serving(pairing.with_(drafter=drafter)))
+    found = check(server, pairing.with_(drafter=here), SHORT, TOKENS)
+    assert found.drafts == (drafter == "ngram")
+    assert "missing" not in found.figures()
+    [line] = [line for line in found.lines() if line.startswith("acceptance: ")]
+    assert line.endswith(said)
+
+
+def test_another_draft_length_is_found_where_all_drafts_have_it(serving, pairing):
+    found = check(Server(serving(pairing.with_(gamma=2))), pairing, PROMPTS, TOKENS)
+    assert "the server drafts 2 tokens, here 4: use --gamma 2" in " ".join(found.lines())
+    found.samples.loc[0, "draft_tokens"] -= 1  # a lookup that finds little to copy
+    assert "the server drafts" not in " ".join(found.lines())
+
+
+def test_accepted_tokens_that_the_limit_cuts_off_are_no_share_of_the_text(serving, pairing):
+    longer, text = pairing.with_(gamma=8), "1, 2, 3, 4, 5, 6, 7, 8,"
+    found = check(Server(serving(longer)), longer, [Prompt(0, "own", (text,))], 6)
+    assert "acceptance: 1.67 accepted tokens per token written, " in " ".join(found.lines())
 
 
 def test_bad_servers_are_one_line(serving, pairing):

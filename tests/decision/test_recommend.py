@@ -300,6 +300,14 @@ def test_vllm_is_told_every_range_and_that_drafting_ends():
     }  # fmt: skip
 
 
+def test_an_engine_with_one_draft_length_is_told_the_batches_that_it_pays_in():
+    written = engines.options(plan("ngram", [(2, 6), (8, 2)]), "target-10m")
+    assert "-draft-tokens 7 " in written["SGLang"]
+    assert "for at most 2 requests at once" in written["SGLang"]
+    assert "-size-m 6 -np 2  # at most 2 requests at once" in written["llama.cpp"]
+    assert "num_tokens=6" in written["transformers"]
+
+
 def test_tensorrt_llm_is_told_in_yaml():
     line = engines.options(plan("ngram"), "target-10m")["TensorRT-LLM"]
     assert yaml.safe_load(line) == {

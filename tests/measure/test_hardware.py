@@ -182,6 +182,16 @@ def test_round_speedup_is_of_delivered_tokens(pairing, costly):
     assert report["speedup"]["measured"]["value"] == pytest.approx(12 * 8 / (rounds * 15))
 
 
+def test_round_intervals_are_of_repeats_however_much_prompts_differ(pairing, costly):
+    each = [phases(pairing, [p.text], 12, 1)["speedup"]["measured"]["value"] for p in PROMPTS]
+    assert each[0] != each[1]
+    report = phases(pairing, [p.text for p in PROMPTS], 12, 3)
+    speedup = report["speedup"]["measured"]
+    assert min(each) < speedup["value"] < max(each)
+    assert speedup["low"] == pytest.approx(speedup["value"]) == speedup["high"]
+    assert speedup["doubt"] == "too few repeats: at least 2 more"
+
+
 @pytest.mark.parametrize("value", [0.9, 99.0])
 def test_round_speedup_that_cannot_be_is_said(pairing, costly, monkeypatch, value):
     measured = statistics.Interval(value, value - 0.1, value + 0.1)

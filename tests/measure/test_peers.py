@@ -80,6 +80,24 @@ def test_peer_ratios_are_of_delivered_tokens(pairing, monkeypatch, now):
     assert (crowd["batch"], crowd["tok_s"], over["ratio"]["value"]) == (4, 20, pytest.approx(1.5))
 
 
+def test_peer_intervals_are_of_repeats_however_much_prompts_differ(pairing, monkeypatch, now):
+    def writer(power):
+        def write(texts):
+            now.s += len(texts[0]) ** power
+            return [[1] * 10 for _ in texts]
+
+        return write
+
+    monkeypatch.setattr(peers, "ours", lambda engine, new: writer(1))
+    monkeypatch.setattr(peers, "others", lambda *_: ({"plain": writer(2)}, {}))
+    monkeypatch.setattr(peers, "equal", lambda *_: None)
+    ratio = peers.peers(pairing, PROMPTS, [2], 10, 3)["rows"][0]["ratio"]
+    one, other = map(len, pairing.encode([prompt.text for prompt in PROMPTS]))
+    assert one != other
+    mean = pytest.approx((one**2 + other**2) / (one + other))
+    assert ratio["low"] == mean == ratio["high"]
+
+
 def test_assisted_generation_drafts_gamma_tokens_every_round(pairing):
     widths = []
     target, draft = (lm.module for lm in pairing.engine.models)

@@ -48,7 +48,7 @@ def peers(
 ) -> dict[str, Any]:  # fmt: skip
     """One row per comparison: tokens/s of the peer (or why it is missing) and of specexp, their
     ratio, and how much of each output equals specexp's plain decoding (`equal`). The unit is a
-    prompt and repeat, or the whole batch and a repeat."""
+    repeat of all prompts, or of the whole batch."""
     new, gamma, device = max_new_tokens, pairing.options["gamma"], pairing.target.device
     batch = max([b for b in batches if b <= MAX_BATCH], default=min(batches))
     ids = pairing.encode([prompt.text for prompt in prompts])
@@ -73,13 +73,13 @@ def peers(
         in_batch = interleave.time_in_turns(in_both, several, device, f"peers, batch {batch}")
     rows = [
         {"work": work, "batch": size}
-        | compared(turns.get(("theirs", their)), turns["ours", our])
+        | compared(turns.get(("theirs", their)), turns["ours", our], turns_each)
         | {"missing": missing.get(their)}
         | {"equal": equal(engines["plain"], texts, turns.get(("theirs", their)), new)}
         | {"ours_equal": equal(engines["plain"], texts, turns["ours", our], new)}
-        for size, turns, texts, comparisons in (
-            (1, alone, ids, ONE_STREAM),
-            (batch, in_batch, batch_ids, BATCHED),
+        for size, turns, texts, turns_each, comparisons in (
+            (1, alone, ids, len(ids), ONE_STREAM),
+            (batch, in_batch, batch_ids, 1, BATCHED),
         )
         for work, their, our in comparisons
     ]
@@ -89,13 +89,16 @@ def peers(
     }  # fmt: skip
 
 
-def compared(theirs: Sequence[Turn] | None, ours: Sequence[Turn]) -> dict[str, Any]:
-    """Delivered tokens/s of both sides over all turns, and the ratio of ours to theirs."""
-    s, tokens = _timed(ours)
+def compared(
+    theirs: Sequence[Turn] | None, ours: Sequence[Turn], turns_each: int = 1
+) -> dict[str, Any]:
+    """Delivered tokens/s of both sides over all turns, and the ratio of ours to theirs, of whose
+    interval the unit is a repeat of so many turns."""
+    s, tokens = _timed(ours, turns_each)
     own: dict[str, Any] = {"tok_s": float(tokens.sum() / s.sum())}
     if not theirs:
         return own | {"their_tok_s": None, "ratio": None}
-    their_s, their_tokens = _timed(theirs)
+    their_s, their_tokens = _timed(theirs, turns_each)
     ratio = statistics.speedup(their_s, their_tokens, s, tokens, same_work=True)
     return own | {"their_tok_s": float(their_tokens.sum() / their_s.sum()),
                   "ratio": ratio._asdict()}  # fmt: skip
@@ -115,9 +118,10 @@ def equal(
     return {"share": share, "ties": exact.ties, "others": exact.bugs}
 
 
-def _timed(turns: Sequence[Turn]) -> np.ndarray:
-    """[2, n]: the seconds and the delivered tokens of each turn."""
-    return np.array([(turn.seconds, sum(map(len, turn.result))) for turn in turns]).T
+def _timed(turns: Sequence[Turn], turns_each: int) -> np.ndarray:
+    """[2, repeats]: the seconds and the delivered tokens of each repeat."""
+    each = np.array([(turn.seconds, sum(map(len, turn.result))) for turn in turns])
+    return each.reshape(-1, turns_each, 2).sum(1).T
 
 
 # --- the arms ------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class PassTimed(Engine):
 def phases(
     pairing: Pairing, texts: Sequence[str], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:  # fmt: skip
-    """Shares and milliseconds of every phase; the unit is a prompt and repeat. Plain data."""
+    """Shares and milliseconds of every phase; the unit is a repeat of all texts. Plain data."""
     speculative = pairing.with_().engine
     speculative.eos = ()
     engines = {"plain": speculative.plain(), "fast": speculative}
@@ -104,7 +104,9 @@ def phases(
     # in the first turns, rounds are recorded and engines settle in the memory they share
     turns = interleave.time_in_turns(arms, items, pairing.target.device, "round", lead=2)
     results = {arm: [turn.result for turn in taken] for arm, taken in turns.items()}
-    sides = {side: _side(results[side, whole], results[side, in_phases]) for side in engines}
+    sides = {
+        side: _side(results[side, whole], results[side, in_phases], repeats) for side in engines
+    }
     traces = {side: [trace for trace, _ in results[side, whole]] for side in engines}
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
@@ -113,8 +115,8 @@ def phases(
     conditional = [*record.conditional, *[0.0] * gamma][:gamma]
     draft = sides["fast"]["draft_passes_ms"]
     predicted = theory.measured_speedup(conditional, draft, verify, step)
-    times = [[t.decode_s for t in side] for side in traces.values()]
-    tokens = [[t.emitted for t in side] for side in traces.values()]
+    times = [_by_repeat([t.decode_s for t in side], repeats) for side in traces.values()]
+    tokens = [_by_repeat([t.emitted for t in side], repeats) for side in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], same_work=True)
     if not theory.credible(measured.value, record.length, predicted, verify / step):
         measured = measured._replace(doubt=statistics.NOT_CREDIBLE)
@@ -128,14 +130,15 @@ def phases(
 
 
 def _side(
-    clean: Sequence[tuple[Trace, float]], clocked: Sequence[dict[str, float]]
-) -> dict[str, Any]:  # fmt: skip
+    clean: Sequence[tuple[Trace, float]], clocked: Sequence[dict[str, float]], repeats: int
+) -> dict[str, Any]:
     """The figures of one engine. clean: traces with the seconds spent in passes (0 without a clock
     there); clocked: the same rounds by phase."""
-    rounds = np.array([seconds["rounds"] for seconds in clocked])
-    round_s = np.array([trace.decode_s / len(trace.rounds) for trace, _ in clean])
-    timed = np.array([seconds / len(trace.rounds) for trace, seconds in clean])
-    each = {phase: np.array([s[phase] for s in clocked]) / rounds for phase in PHASES}
+    round_s = _by_repeat([trace.decode_s / len(trace.rounds) for trace, _ in clean], repeats)
+    timed = _by_repeat([seconds / len(trace.rounds) for trace, seconds in clean], repeats)
+    each = {
+        phase: _by_repeat([s[phase] / s["rounds"] for s in clocked], repeats) for phase in PHASES
+    }
     total = np.sum(list(each.values()), 0)
     inside = timed if timed.any() else each["draft"] + each["verify"]
     overhead = statistics.interval(lambda r, p: 1 - p.sum(-1) / r.sum(-1), round_s, inside)
@@ -150,3 +153,8 @@ def _side(
         "sum_over_round": statistics.ratio(total, round_s, same_work=True)._asdict(),
         "overhead": overhead._asdict(),
     }  # fmt: skip
+
+
+def _by_repeat(turns: Sequence[float], repeats: int) -> np.ndarray:
+    """[repeats]: the means of a turn per text, all texts again and again."""
+    return np.reshape(turns, (repeats, -1)).mean(1)
