@@ -76,6 +76,13 @@ class Checked:
     def drafts(self) -> bool:
         return bool(self.samples["drafts"].sum())
 
+    @property
+    def alike(self) -> int:
+        """Prompts in which server and reference drafted and accepted as many tokens in as many
+        rounds: all of them, if both draft alike and no text differs."""
+        there, here = (self.samples[[of + name for name in COUNTS]] for of in ("", "here_"))
+        return int((there.to_numpy() == here.to_numpy()).all(axis=1).sum())
+
     def figures(self) -> dict[str, float]:
         """What `lines` says, in numbers: accepted tokens a draft, as a share of draft tokens, and
         per token written, on the server and (`here_`) of the reference; intervals; exactness."""
@@ -83,7 +90,7 @@ class Checked:
         sides = ("", "here_")
         each = {f"{of}{n}": self._over(of, below) for n, below in names.items() for of in sides}
         intervals = {"missing": self.missing, "speedup": self.speedup}
-        return each | self.exactness.metrics | {
+        return each | {"alike": self.alike} | self.exactness.metrics | {
             f"{name}{end}": value
             for name, interval in intervals.items() if interval
             for end, value in zip(("", "_low", "_high"), interval[:3], strict=True)
@@ -130,17 +137,20 @@ class Checked:
             why = ": is speculative decoding on?" if on_here else neither
             return [f"the server drafted nothing{why}"]
         there, here = self._length(""), self._length("here_")
+        n = len(self.samples)
         clear = (
-            f"the server drafts {there:.0f} tokens, here {here:.0f}: use --gamma {there:.0f}"
+            "" if self.alike == n else
+            f"the server drafts {there:.0f} tokens, here {here:.0f}: use --gamma {there:.0f}; "
             if there and here and there != here else
-            "certainly fewer: its drafts or its rule differ" if off.high < 0 else
-            "certainly more: its drafter differs" if off.low > 0 else
-            off.doubt or "no clear difference"
+            "certainly fewer: its drafts or its rule differ; " if off.high < 0 else
+            "certainly more: its drafter differs; " if off.low > 0 else
+            f"{off.doubt or 'no clear difference'}; "
         )  # fmt: skip
         return [
             f"{on['rate']:.0%} of draft tokens, {on['here_rate']:.0%} here; "
             f"{on['per_draft']:.2f} a draft, {on['here_per_draft']:.2f} here: "
-            f"{off.value:+.2f} [{off.low:+.2f}, {off.high:+.2f}], {clear}",
+            f"{off.value:+.2f} [{off.low:+.2f}, {off.high:+.2f}], {clear}"
+            f"equal in {self.alike} of {counted(n, 'prompt')}",
             f"{on['share']:.2f} accepted tokens per token written, {on['here_share']:.2f} here "
             "(also those that the end of an answer cut off)",
         ]

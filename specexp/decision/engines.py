@@ -85,9 +85,12 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": _match(argument)},
         "mtp": {"method": "mtp"},
         "trained": {"method": "mtp", "model": argument},
+        "medusa": {"method": "medusa", "model": argument},
         "suffix": {"method": "suffix"},
     }
     own = methods.get(method) or _no()
+    if method in ("medusa", "suffix"):  # vLLM 0.32 stops if their length is to change
+        return _vllm_of_one_length(own, *next(iter(schedule.items())))
     ranges, first = [], 1
     for last, draft in schedule.items():
         ranges.append([first, last, draft])
@@ -95,8 +98,21 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
     by_batch = [*ranges, [first, first, 0]]  # the last holds for all larger batches
     own |= {"num_speculative_tokens": max(schedule.values()),
             "num_speculative_tokens_per_batch_size": by_batch}  # fmt: skip
-    needs = "  # needs arctic-inference" * (method == "suffix")
-    return f"--speculative-config {shlex.quote(json.dumps(own))}{needs}"
+    return f"--speculative-config {shlex.quote(json.dumps(own))}"
+
+
+def _vllm_of_one_length(own: dict[str, Any], most: int, draft: int) -> str:
+    needs = "arctic-inference"
+    if own["method"] == "medusa":
+        from specexp.models.heads import layouts
+
+        heads, _ = layouts.medusa_size(layouts.read(own["model"]))
+        if draft != heads:
+            raise _Cannot(f"drafts with all {heads} heads: measure gamma {heads}")
+        needs = '"medusa_fc_bias": true in config.json, if its layers have biases'
+    own |= {"num_speculative_tokens": draft}
+    note = f"for at most {counted(most, 'request')} at once, always on; needs {needs}"
+    return f"--speculative-config {shlex.quote(json.dumps(own))}  # {note}"
 
 
 def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:

@@ -170,7 +170,7 @@ def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind
     assert found.speedup.low < found.speedup.high
     said = " ".join(found.lines())
     assert "text: the target's in 4 of 4 prompts" in said
-    assert "+0.00 [+0.00, +0.00], too few prompts: at least 13 more" in said
+    assert "+0.00 [+0.00, +0.00], equal in 4 of 4 prompts" in said
     assert "speedup over the plain server: " in said
     assert calls == {"difference_draws": 1, "speedup": 1}, "an interval is computed once"
 
@@ -179,7 +179,9 @@ def test_drafts_that_are_worse_than_here_show_in_the_acceptance_alone(serving, p
     found = check(Server(serving(pairing, most=1)), pairing, PROMPTS, TOKENS)
     assert found.exactness.bugs == 0, "rejected drafts are repaired"
     assert found.missing.high < 0
-    assert "certainly fewer: its drafts or its rule differ" in " ".join(found.lines())
+    said = " ".join(found.lines())
+    assert "certainly fewer: its drafts or its rule differ; equal in " in said
+    assert found.alike < len(PROMPTS)
     assert found.positions["server"][1] == 0 < found.positions["here"][1]
 
 

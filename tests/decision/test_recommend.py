@@ -362,6 +362,21 @@ def test_a_lookup_before_another_drafter_is_an_option_of_that_drafter():
     assert set(engines.options(plan("lookup:medusa"), "target-10m").values()) == {engines.NOT_THERE}
 
 
+@pytest.mark.parametrize("name", ["suffix", "medusa"])
+def test_vllm_is_given_one_draft_length_where_it_stops_at_others(name):
+    written = engines.options(plan(name, [(2, 3), (4, 1)]), "target-10m")["vLLM"]
+    own = json.loads(shlex.split(written, comments=True)[1])
+    assert own.pop("model", None) == {"medusa": str(shelf.find("target-10m-medusa"))}.get(name)
+    assert own == {"method": name, "num_speculative_tokens": 3}
+    assert "# for at most 2 requests at once, always on; needs " in written
+
+
+def test_medusa_drafts_with_all_its_heads_in_vllm():
+    written = engines.options(plan("medusa"), "target-10m")  # four tokens
+    assert written.pop("vLLM") == "drafts with all 3 heads: measure gamma 3"
+    assert set(written.values()) == {engines.NOT_THERE}
+
+
 def test_a_targets_own_layer_needs_no_other_model():
     written = engines.options(plan("mtp"), "target-10m")
     assert json.loads(shlex.split(written["vLLM"])[1])["method"] == "mtp"
@@ -424,7 +439,7 @@ def test_a_draft_model_that_drafts_in_parallel_is_called_so(tmp_path):
     assert written["SGLang"] == written["llama.cpp"] == engines.NOT_THERE
 
 
-@pytest.mark.parametrize("drafter", ["recycle", "mine:Again", "medusa", "early_exit"])
+@pytest.mark.parametrize("drafter", ["recycle", "mine:Again", "early_exit"])
 def test_an_engine_says_so_where_it_has_no_such_drafter(drafter):
     written = engines.options(plan(drafter), "target-10m")
     assert set(written.values()) == {engines.NOT_THERE}
