@@ -16,7 +16,7 @@ from specexp.figures import style
 from specexp.figures.pairings import crossing, gamma_panel, speedup_panel
 from specexp.figures.tokens import COLOURS, HATCHED, cut, symbols
 from specexp.measure.lesson import SIGNIFICANCE, fit
-from specexp.measure.summaries import doubt_of_passes, doubt_of_speedups, judged, rounds_s, step_s
+from specexp.measure.summaries import doubt_of_passes, doubt_of_speedups, rounds_s, step_s
 from specexp.serving.cost_table import Costs
 
 
@@ -190,7 +190,7 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
         left.set_title(f"How much longer a pass is with {counted(gamma, 'draft token')} a stream")
         speedup_panel(right, by_batch, "batch")
         style.batch_axis(right, by_batch["batch"])
-        style.title(figure, crossing(by_batch) + doubt_of_speedups(judged(by_batch)))
+        style.title(figure, crossing(by_batch) + doubt_of_speedups(by_batch))
     return figure
 
 

@@ -205,7 +205,7 @@ def forest(measured: pd.DataFrame, lead: pd.DataFrame | None = None) -> Figure:
     """Speedup of each arm with its interval, the fastest first; from `summaries.speedups`.
     lead: how many times as fast the first arm is as each, paired by prompt, from
     `summaries.lead_over_others`."""
-    table = summaries.judged(measured).sort_values("speedup", ascending=False, ignore_index=True)
+    table = measured.sort_values("speedup", ascending=False, ignore_index=True)
     looks = style.marks(measured["arm"])
     lead = None if lead is None or lead.empty else lead  # of one arm there is nothing
     sides, tall = 1 if lead is None else 2, 2.0 + 0.42 * len(table)
@@ -341,7 +341,7 @@ def throughput(by_batch: pd.DataFrame) -> Figure:
             else f"Batch {first['batch']:.0f}: {first['plain_tok_s']:,.0f} tokens/s in plain "
             f"decoding, {first['tok_s']:,.0f} with speculation"
         )
-        doubt = summaries.doubt_of_speedups(summaries.judged(by_batch))
+        doubt = summaries.doubt_of_speedups(by_batch)
         style.title(figure, finding + doubt)
     return figure
 
@@ -358,7 +358,7 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
             speedup_panel(axes, loops, "load", label="continuous batching", color=style.PREDICTED,
                           marker="s", ls="--")  # fmt: skip
         style.batch_axis(axes, by_batch["batch"])
-        every = pd.concat([summaries.judged(by_batch), served])
+        every = pd.concat([by_batch, served])
         style.title(figure, crossing(by_batch) + summaries.doubt_of_speedups(every))
     return figure
 
@@ -366,7 +366,7 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
 def crossing(by_batch: pd.DataFrame) -> str:
     """The batch size at which speculation stops paying, in words; only intervals that exclude 1
     count, and only of credible timings."""
-    first, by_batch = by_batch.iloc[0], summaries.judged(by_batch)
+    first = by_batch.iloc[0]
     more = by_batch["low"] < by_batch["high"]  # than one sample
     with_interval = by_batch[more & summaries.sound(by_batch)]
     pays = with_interval[with_interval["low"] > 1]["batch"]

@@ -32,10 +32,10 @@ CHARACTER = 0.115  # inches
 MIN_ROUNDS = 10  # rounds that a share should rest on
 
 
-def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
-    """The first rounds of a row, one per line: each token in the colour of its origin, the rejected
+def strip(output: Output, most: int = 16) -> Figure:
+    """The first rounds of row 0, one per line: each token in the colour of its origin, the rejected
     draft tokens hatched."""
-    lines = list(by_kind(output.trace.rounds, output.tokens[row], row))
+    lines = list(by_kind(output.trace.rounds, output.tokens[0]))
     only = f"; drawn: the first {counted(most, 'round')}" * (len(lines) > most)
     lines = lines[:most]
     texts = [[(kind, _label(output.decode([t]))) for t, kind in line] for _, line in lines]
@@ -54,7 +54,7 @@ def strip(output: Output, row: int = 0, most: int = 16) -> Figure:
         axes.set(xlabel="one line per round: accepted/drafted, then its tokens", xticks=[])
         axes.invert_yaxis()
         axes.grid(False)
-        title(figure, f"One of the prompts: {output.trace.by_row[row]}{only}")
+        title(figure, f"One of the prompts: {output.trace.by_row[0]}{only}")
     return figure
 
 

@@ -44,7 +44,7 @@ def sweep(*speedups: tuple[float, float, float]) -> pd.DataFrame:
          "plain_tok_s": 100 * b, "rate": 0.5, "length": 2.0}
         for b, (v, lo, hi) in zip(batches, speedups, strict=True)
     ]  # fmt: skip
-    return pd.DataFrame(rows)
+    return summaries.judged(pd.DataFrame(rows))
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,8 @@ def test_round_costs_state_a_plain_step_of_microseconds():
 def arms(*speedups: tuple[float, float, float]) -> pd.DataFrame:
     table = pd.DataFrame(speedups, columns=["speedup", "low", "high"])
     table["arm"] = [f"arm {n}" for n in range(len(table))]
-    return table.assign(
-        doubt="", tok_s=1.0, plain_tok_s=1.0, promised=table["speedup"].max(), length=2.0
-    )
+    promised = table["speedup"].max()
+    return summaries.judged(table.assign(tok_s=1.0, plain_tok_s=1.0, promised=promised, length=2.0))
 
 
 @pytest.mark.parametrize(

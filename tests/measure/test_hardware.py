@@ -255,9 +255,6 @@ def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
             suites.run(name, pairing, *settings),
         )
         assert report.keys() == expected.keys()
-        if name == "peers":
-            for row in report["rows"]:
-                assert row["ours_equal"]["others"] == 0
         if name == "round":
             assert report["acceptance"] == expected["acceptance"]
 

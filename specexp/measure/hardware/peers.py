@@ -76,7 +76,6 @@ def peers(
         | compared(turns.get(("theirs", their)), turns["ours", our], turns_each)
         | {"missing": missing.get(their)}
         | {"equal": equal(engines["plain"], texts, turns.get(("theirs", their)), new)}
-        | {"ours_equal": equal(engines["plain"], texts, turns["ours", our], new)}
         for size, turns, texts, turns_each, comparisons in (
             (1, alone, ids, len(ids), ONE_STREAM),
             (batch, in_batch, batch_ids, 1, BATCHED),
