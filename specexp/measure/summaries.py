@@ -4,7 +4,9 @@ The tables come from `one_pairing` and hold raw counts and seconds. Every ratio 
 computed here, so that a stored table gives the same figures as a fresh one.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from itertools import chain, count
 from math import inf
 from typing import Any
 
@@ -320,17 +322,30 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
         "counts/rounds": record.passes,
     }
     if "category" in samples:
+        names = _metric_names(samples["category"].unique())
         for category, part in samples.groupby("category"):
-            each = rate(part)
+            each, name = rate(part), names[category]
             metrics |= {
-                f"category/{category}": each.value,
-                f"category_ci/{category}_low": each.low,
-                f"category_ci/{category}_high": each.high,
+                f"category/{name}": each.value,
+                f"category_ci/{name}_low": each.low,
+                f"category_ci/{name}_high": each.high,
             }
     return metrics, {
         "acceptance/at_position": list(record.marginal),
         "acceptance/conditional": list(record.conditional),
     }
+
+
+def _metric_names(categories: Iterable[str]) -> dict[str, str]:
+    """The names under which MLflow can hold categories: only letters, digits, `_`, `.` and `-`.
+    Where nothing else is left, or another category has that name, a number follows."""
+    plain = {c: re.sub(r"[^\w.-]+", "_", c, flags=re.ASCII)[:200] for c in sorted(categories)}
+    names, taken = dict[str, str](), {"_", ".", ".."}
+    for category, name in sorted(plain.items(), key=lambda pair: pair[0] != pair[1]):
+        numbered = (f"{name}{n}" for n in count(1))
+        names[category] = next(n for n in chain([name], numbered) if n not in taken)
+        taken.add(names[category])
+    return names
 
 
 def latency_metrics(

@@ -18,6 +18,7 @@ from specexp.measure import interleave, one_pairing, statistics, summaries
 from specexp.measure.exactness import certify, remembers
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
+from specexp.tracking import mlflow_view
 
 
 def test_acceptance_counts_agree_in_every_row(pairing, acceptance):
@@ -52,6 +53,22 @@ def test_metrics_are_pooled_not_averaged(acceptance):
     ends = [metrics[f"category_ci/code_{end}"] for end in ("low", "high")]
     assert 0 <= ends[0] < metrics["category/code"] < ends[1] <= 1
     assert metrics["acceptance/length"] == pytest.approx(1 + sum(series["acceptance/at_position"]))
+
+
+def test_any_category_has_a_metric_of_its_own_that_mlflow_takes():
+    kinds = ["my prompts", "C++", "C#", "C_", "数学", "物理", "..", "a\nb", "x" * 300]
+    half = Acceptance(drafted=2, emitted=2, cut=0, histogram=(0, 1))
+    samples = pd.DataFrame(
+        {"category": kind, "question_id": kind, "record": half, "accepted": 1, "drafted": 2,
+         "passes": 1} for kind in kinds
+    )  # fmt: skip
+    metrics, _ = summaries.acceptance_metrics(samples)
+    assert not mlflow_view.problems_of({"metrics": metrics, "series": {}})
+    assert [name for name in metrics if name.startswith("category/")] == [
+        "category/..1", "category/C_1", "category/C_2", "category/C_", "category/a_b",
+        "category/my_prompts", f"category/{'x' * 200}", "category/_1", "category/_2",
+    ]  # fmt: skip
+    assert len([name for name in metrics if name.startswith("category_ci/")]) == 2 * len(kinds)
 
 
 def test_positions_that_a_prompt_never_reached_count_as_none_accepted():
