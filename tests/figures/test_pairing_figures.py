@@ -134,6 +134,12 @@ def test_words_of_kinds_of_text_are_not_broken():
     assert {text.get_text() for text in figure.axes[0].get_xticklabels()} == {*kinds}
 
 
+def test_dollar_signs_in_names_are_no_formula(tmp_path):
+    figures.pairings.by_category(acceptances({"from $x_$ on": 0.5}, 2)).savefig(tmp_path / "kinds")
+    table = arms((1.5, 1.4, 1.6)).assign(arm="my$^$model")
+    figures.pairings.forest(table).savefig(tmp_path / "arms")
+
+
 def test_a_drafter_of_a_long_name_leads():
     table = arms((1.5, 1.4, 1.6), (1.2, 1.1, 1.3)).assign(arm=["a-draft-model-of-" * 2, "ngram"])
     lead = pd.DataFrame({"arm": ["ngram"], "times": [1.25], "low": [1.2], "high": [1.3]})
