@@ -15,7 +15,7 @@ import pandas as pd
 
 from specexp import theory
 from specexp.measure import statistics
-from specexp.measure.statistics import NOT_CREDIBLE, Draws, Interval
+from specexp.measure.statistics import NOT_CREDIBLE, NOTHING, Draws, Interval
 from specexp.trace import Acceptance
 
 MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
@@ -310,11 +310,7 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     """Metrics of the acceptance of one pairing, and its series over positions in the draft."""
     record = pooled(samples)
     record.check()
-    over_all = rate(samples)
-    metrics = {
-        "acceptance/rate": record.rate,
-        "acceptance/rate_ci_low": over_all.low,
-        "acceptance/rate_ci_high": over_all.high,
+    metrics = _rate_metrics(samples, "acceptance/rate", "acceptance/rate_ci") | {
         "acceptance/length": record.length,
         "counts/drafted": record.drafted,
         "counts/accepted": record.accepted,
@@ -324,16 +320,19 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     if "category" in samples:
         names = _metric_names(samples["category"].unique())
         for category, part in samples.groupby("category"):
-            each, name = rate(part), names[category]
-            metrics |= {
-                f"category/{name}": each.value,
-                f"category_ci/{name}_low": each.low,
-                f"category_ci/{name}_high": each.high,
-            }
+            name = names[category]
+            metrics |= _rate_metrics(part, f"category/{name}", f"category_ci/{name}")
     return metrics, {
         "acceptance/at_position": list(record.marginal),
         "acceptance/conditional": list(record.conditional),
     }
+
+
+def _rate_metrics(samples: pd.DataFrame, name: str, ends: str) -> dict[str, float]:
+    """The acceptance rate and, as `ends`_low and `ends`_high, its interval; no metric where nothing
+    was drafted."""
+    value, low, high, doubt = rate(samples)
+    return {} if doubt == NOTHING else {name: value, f"{ends}_low": low, f"{ends}_high": high}
 
 
 def _metric_names(categories: Iterable[str]) -> dict[str, str]:

@@ -245,6 +245,17 @@ def test_kinds_of_text_are_ranked_only_where_intervals_are_apart():
     assert [t.get_text() for t in few.axes[0].texts] == ["60%\nn = 2", "50%\nn = 2"]
 
 
+def test_a_kind_of_text_on_which_nothing_was_drafted_is_not_ranked():
+    samples = acceptances({"code": 0.9, "records": 0.7, "prose": 0.0}, 40)
+    nothing = samples["category"] == "prose"
+    samples.loc[nothing, ["accepted", "drafted"]] = 0
+    figure = figures.pairings.by_category(samples)
+    assert "certainly lower on records than on code, 70% to 90%" in title(figure)
+    assert len(figure.axes[0].patches) == 1  # hatched
+    assert "0%\nno draft\nn = 40" in [text.get_text() for text in figure.axes[0].texts]
+    assert title(figures.pairings.by_category(samples[nothing])).endswith("nothing was drafted")
+
+
 def rules(**each: tuple[float, float]) -> pd.DataFrame:
     """(acceptance length, bias) of each rule, with intervals."""
     return pd.DataFrame(

@@ -71,6 +71,17 @@ def test_any_category_has_a_metric_of_its_own_that_mlflow_takes():
     assert len([name for name in metrics if name.startswith("category_ci/")]) == 2 * len(kinds)
 
 
+def test_no_rate_is_logged_where_nothing_was_drafted(acceptance):
+    counts = ["accepted", "drafted"]
+    silent = acceptance[acceptance["category"] == "messy"].assign(**dict.fromkeys(counts, 0))
+    rest = acceptance[acceptance["category"] == "code"]
+    names = summaries.acceptance_metrics(pd.concat([rest, silent]))[0]
+    assert [n for n in names if "category" in n] == [
+        "category/code", "category_ci/code_low", "category_ci/code_high"
+    ]  # fmt: skip
+    assert not [n for n in summaries.acceptance_metrics(silent)[0] if n.startswith("acceptance/r")]
+
+
 def test_positions_that_a_prompt_never_reached_count_as_none_accepted():
     deep, none = Acceptance(4, 4, 0, (1, 0, 1)), Acceptance(8, 4, 0, (4,))
     samples = pd.DataFrame({"question_id": [1, 2], "gamma": [2, 2], "record": [deep, none]})
