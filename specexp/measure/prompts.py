@@ -329,6 +329,7 @@ def _csv(path: Path, content: bytes) -> Records:
     text = io.StringIO(_decode(path, content), newline="")
     rows = csv.DictReader(text, delimiter=delimiter, strict=True)
     start = 2
+    csv.field_size_limit(1 << 30)  # characters; by default 131,072
     try:
         if not set(KEYS) & {*(rows.fieldnames or KEYS)}:
             raise UserError(f"{path}: line 1: {_no_text(rows.fieldnames or ())}")
