@@ -420,6 +420,8 @@ def _conversation(key: str, messages: Any) -> tuple[str, list[str], list[str]]:
     for message in messages:
         speaker = str(message.get("role", message.get("from"))).lower()
         content = message.get("content", message.get("value"))
+        if content is None and speaker in ASSISTANTS:
+            speaker, content = "tool", ""  # it calls one instead of answering
         if isinstance(content, list):  # of parts, some of them images
             parts = [p.get("text") or "" if isinstance(p, dict) else p for p in content]
             content = "".join(parts) if all(isinstance(p, str) for p in parts) else None
