@@ -51,8 +51,9 @@ def test_every_experiment_notebook_is_tested():
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("prompts") / "question.jsonl"
+    kinds = ("c0", "q&a: 数学")
     questions = [
-        {"question_id": i, "category": ("c0", "q&a: 数学")[i % 2], "turns": [f"mean {i}"]}
+        {"question_id": i or "first", "category": kinds[i % 2], "turns": [f"mean {i}"]}
         for i in range(6)
     ]
     file.write_text("\n".join(map(json.dumps, questions)))

@@ -18,6 +18,7 @@ from specexp.measure import statistics
 from specexp.measure.statistics import NOT_CREDIBLE, NOTHING, Draws, Interval
 from specexp.trace import Acceptance
 
+LABELS = ("pairing", "category", "question_id")  # columns of text, or of ids of any kind
 MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
 
 
@@ -102,9 +103,9 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
     columns round, end_s, row, drafted, accepted, emitted, and what the samples say of themselves
     (pairing, category, gamma, ...)."""
     names = ["round", "end_s", "row", "drafted", "accepted", "emitted"]
-    about = [c for c in samples if samples[c].dtype != object and c not in names]
-    about += [c for c in ("pairing", "category") if c in samples and c not in about]
-    samples = samples.reset_index(drop=True)
+    mixed = [c for c in LABELS if c in samples and samples[c].dtype == object]
+    samples = samples.astype(dict.fromkeys(mixed, "str")).reset_index(drop=True)
+    about = [c for c in samples if (samples[c].dtype != object or c in LABELS) and c not in names]
     each = samples["rounds"].explode()
     table = pd.DataFrame(each.tolist(), columns=names, index=each.index)
     return table.join(samples[about]).reset_index(drop=True)

@@ -383,6 +383,14 @@ def test_rounds_table_has_a_row_per_round(latency):
     assert {"question_id", "gamma", "repeat", "end_s", "drafted", "accepted"} <= set(rounds)
 
 
+def test_numbers_and_names_of_prompts_stand_in_one_table(latency, tmp_path):
+    ids = latency["question_id"]
+    mixed = latency.assign(question_id=ids.astype(object).where(ids > 1, "first"))
+    summaries.rounds(mixed).to_parquet(tmp_path / "rounds.parquet")
+    read = pd.read_parquet(tmp_path / "rounds.parquet")
+    assert {*read["question_id"]} == {"first", *map(str, {*ids} - {1})}
+
+
 def test_garbage_collector_frees_models_not_libraries(tiny_folders, tmp_path):
     """The garbage collector would take a fifth of a second for them, in the middle of a round."""
     target = str(shutil.copytree(tiny_folders[0], tmp_path / "target"))  # nobody else holds it
