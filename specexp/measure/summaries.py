@@ -19,6 +19,7 @@ from specexp.measure.statistics import NOT_CREDIBLE, NOTHING, Draws, Interval
 from specexp.trace import Acceptance
 
 LABELS = ("pairing", "category", "question_id")  # columns of text, or of ids of any kind
+TIMED = ["plain_s", "plain_tokens", "s", "tokens"]  # of plain decoding, then of speculation
 MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
 
 
@@ -138,10 +139,8 @@ def speedups(
         | {"length": record.length, "rate": record.rate}
         for s, record, (key, part) in zip(timed, records, parts.items(), strict=True)
     ]
-    table, chosen = pd.DataFrame(rows), leave_one_out(samples, by)
-    plain_s, plain_tokens, s, tokens = chosen[["plain_s", "plain_tokens", "s", "tokens"]].sum()
-    table["promised"] = (plain_s / plain_tokens) / (s / tokens)
-    return judged(table, expected)
+    promised = _pace(leave_one_out(samples, by)[TIMED].sum())
+    return judged(pd.DataFrame(rows).assign(promised=promised), expected)
 
 
 def judged(measured: pd.DataFrame, expected: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -172,8 +171,7 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
     samples: rows of `one_pairing.latency_by_arm`. One row an arm but the fastest, with columns arm,
     times, and the ends low and high of its interval; all intervals hold at once."""
     pair, timed = ["question_id", "repeat"], ["s", "tokens"]
-    total = samples.groupby("arm")[timed].sum()
-    first = (total["tokens"] / total["s"]).idxmax()
+    first = _pace(samples.groupby("arm")[TIMED].sum()).idxmax()
     each = {arm: part.set_index(pair)[timed] for arm, part in samples.groupby("arm", sort=False)}
     best = each.pop(first).add_prefix("best_")
     pairs = [part.join(best, how="inner").groupby("question_id").sum() for part in each.values()]
@@ -185,8 +183,7 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
 
 def speedup(samples: pd.DataFrame, inverse: bool = False) -> Draws:
     """The speedup of one arm, or its inverse, for `statistics.simultaneous`."""
-    plain, fast = ["plain_s", "plain_tokens"], ["s", "tokens"]
-    columns = fast + plain if inverse else plain + fast
+    columns = TIMED[2:] + TIMED[:2] if inverse else TIMED
     return statistics.speedup_draws(*units(samples, *columns), batch=unit(samples)[1])
 
 
@@ -217,12 +214,15 @@ def leave_one_out(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     single prompt chooses for itself; where there are no prompts but batches, nothing is chosen."""
     if "question_id" not in samples:
         return samples
-    total = samples.pivot_table(
-        index="question_id", columns=by, values=["s", "tokens"], aggfunc="sum", sort=False
-    )
+    total = samples.pivot_table(TIMED, "question_id", by, "sum", sort=False)
     others = total.sum() - total if len(total) > 1 else total
-    choice = (others["tokens"] / others["s"]).idxmax(axis=1)
+    choice = _pace(others).idxmax(axis=1)
     return samples[samples[by] == samples["question_id"].map(choice)]
+
+
+def _pace(total: pd.DataFrame) -> Any:
+    """Plain decoding's seconds per token over speculation's."""
+    return (total["plain_s"] / total["plain_tokens"]) / (total["s"] / total["tokens"])
 
 
 def rounds_s(costs: pd.DataFrame) -> pd.Series:
