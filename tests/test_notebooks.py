@@ -51,8 +51,10 @@ def test_every_experiment_notebook_is_tested():
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("prompts") / "question.jsonl"
+    kinds = ("c0", "q&a: 数学")
     questions = [
-        {"question_id": i, "category": f"c{i % 2}", "turns": [f"mean {i}"]} for i in range(6)
+        {"question_id": i or "first", "category": kinds[i % 2], "turns": [f"mean {i}"]}
+        for i in range(6)
     ]
     file.write_text("\n".join(map(json.dumps, questions)))
     return str(file)
@@ -83,7 +85,8 @@ def test_notebooks_run_as_a_grid_and_are_compared(
     by_name = finished.set_index("experiment")
     for metric in ("acceptance/rate", "acceptance/length", "counts/emitted", "exact/tokens"):
         assert by_name[f"metrics.{metric}"].notna().all()
-    assert (by_name.loc[["acceptance"], "metrics.category/c0"] >= 0).all()
+    kinds = [f"metrics.category/{kind}" for kind in ("c0", "q_a_")]
+    assert (by_name.loc[["acceptance"], kinds] >= 0).all(axis=None)
     assert by_name.loc["latency", "metrics.speedup/predicted"] > 0
     assert by_name.loc["throughput_under_batch", "metrics.speedup/at_largest_batch"] > 0
     assert by_name.loc["load_aware", "metrics.regret/worst"] < 1

@@ -39,7 +39,7 @@ def by_hand(table: pd.DataFrame) -> Figure:
             for dy, line in ((-0.1, values), (0.12, odds), (0.33, row["outcome"])):
                 axes.text(x, y + dy, line, ha="center", va="center", fontsize=10)
             axes.text(x, y - 0.3, row["token"], ha="center", va="center", fontsize=11,
-                      weight="bold", parse_math=False)  # fmt: skip
+                      weight="bold")  # fmt: skip
         axes.set_yticks(range(1, lines + 1), [f"round {n}" for n in range(1, lines + 1)])
         names = [f"draft token {i}" for i in range(1, columns)]
         axes.set_xticks(range(1, columns + 1), [*names, "the target's token"])
@@ -89,8 +89,6 @@ def _tokens(axes: Axes, table: pd.DataFrame) -> None:
               for token, text in zip(table["id"], table["token"], strict=True)]  # fmt: skip
     axes.set_xticks(range(len(table)), labels, fontsize=9)
     axes.grid(axis="x", visible=False)
-    for label in axes.get_xticklabels():
-        label.set_parse_math(False)
 
 
 def frequencies(draws: pd.DataFrame, table: pd.DataFrame, p: np.ndarray) -> Figure:

@@ -19,6 +19,7 @@ from matplotlib.patches import Rectangle
 from specexp.figures import style
 from specexp.measure import summaries
 from specexp.measure.prompts import NAMES
+from specexp.measure.statistics import NOTHING
 
 MOST_LINES = 6  # with intervals, that can be told apart in a panel
 LONG = 28  # characters of a label that make a second line
@@ -27,27 +28,31 @@ PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
 def by_category(samples: pd.DataFrame) -> Figure:
     """Acceptance rate by pairing and category as a heat map, with the interval and the number n of
-    prompts in each cell; samples from `one_pairing.acceptance`. Hatched: too few prompts."""
+    prompts in each cell; samples from `one_pairing.acceptance`. Hatched: too few prompts, or none
+    in which anything was drafted."""
     rates = _rates(samples, "category")
-    few = rates["high"] - rates["low"] > style.WIDE_SHARE
+    few, nothing = rates["high"] - rates["low"] > style.WIDE_SHARE, rates["doubt"] == NOTHING
     between = "[" + (100 * rates[["low", "high"]]).round().astype(int).astype(str).agg(
         ", ".join, axis=1) + "]\n"  # fmt: skip
-    rates["note"] = between.mask(few, "") + "n = " + rates["n"].astype(str)
+    between = between.mask(few, "").mask(nothing, "no draft\n")
+    rates["note"] = between + "n = " + rates["n"].astype(str)
     table, notes, hatched = (
         rates.assign(few=few).pivot_table(column, "pairing", "category", "first", sort=False)
         for column in ("value", "note", "few")
     )
-    main = rates[rates["pairing"] == rates["pairing"].iloc[0]].sort_values("value")
-    hardest, easiest = main.iloc[0], main.iloc[-1]
-    claim = f"{hardest['value']:.0%} to {easiest['value']:.0%}"
-    if len(main) == 1:
-        claim = f"{hardest['value']:.0%}"
-    elif hardest["high"] < easiest["low"]:
-        claim = f"certainly lower on {hardest['category']} than on {easiest['category']}, {claim}"
-    else:
-        claim += "; too few prompts to tell them apart"
-    return heat_map(table, f"Acceptance rate of {hardest['pairing']} by kind of text: {claim}",
-                notes, hatched)  # fmt: skip
+    first = rates["pairing"].iloc[0]
+    main = rates[(rates["pairing"] == first) & ~nothing].sort_values("value")
+    claim = NOTHING if main.empty else f"{main['value'].iloc[0]:.0%}"
+    if len(main) > 1:
+        hardest, easiest = main.iloc[0], main.iloc[-1]
+        claim += f" to {easiest['value']:.0%}"
+        if hardest["high"] < easiest["low"]:
+            kinds = f"{hardest['category']} than on {easiest['category']}"
+            claim = f"certainly lower on {kinds}, {claim}"
+        else:
+            claim += "; too few prompts to tell them apart"
+    finding = f"Acceptance rate of {first} by kind of text: {claim}"
+    return heat_map(table, finding, notes, hatched)
 
 
 def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:

@@ -48,7 +48,7 @@ def strip(output: Output, most: int = 16) -> Figure:
                 axes.barh(y, w - 0.15, 0.86, x, color=COLOURS[kind], alpha=0.45,
                           hatch=HATCHED.get(kind), edgecolor="white", label=kind)  # fmt: skip
                 axes.text(x + w / 2, y, text, ha="center", va="center", fontsize=size, color=INK,
-                          family=fonts("monospace"), parse_math=False)  # fmt: skip
+                          family=fonts("monospace"))  # fmt: skip
         counts = [f"{step.accepted}/{step.drafted}" for step, _ in lines]
         axes.set_yticks(range(len(lines)), counts)
         axes.set(xlabel="one line per round: accepted/drafted, then its tokens", xticks=[])

@@ -31,6 +31,7 @@ HOLLOW = {"markerfacecolor": "none", "markeredgewidth": 2}  # a rule that is los
 SHEET: Any = {
     "figure.facecolor": "white", "axes.titlelocation": "left", "axes.titlesize": 12,
     "legend.frameon": False, "legend.fontsize": 9, "figure.labelsize": 12, "hatch.linewidth": 0.6,
+    "text.parse_math": False,  # names and tokens may hold $
 }  # fmt: skip
 SCRIPTS = (  # fonts for tokens in scripts that the usual font lacks, where they are installed
     "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC",
@@ -109,7 +110,8 @@ def title(figure: Figure, text: str, about: str | None = None, no_intervals: str
     in it carry no interval, or which do not."""
     why = f"No intervals: {no_intervals}" * bool(no_intervals)
     lines = [text, _subject if about is None else about, why]
-    figure.suptitle("\n".join(filter(None, lines)), x=0.01, ha="left", fontsize=12, wrap=True)
+    whole = "\n".join(filter(None, lines)).replace("$", r"\$")  # to wrap, it looks for formulas
+    figure.suptitle(whole, x=0.01, ha="left", fontsize=12, wrap=True, parse_math=True)
 
 
 def _legend(figure: Figure) -> None:

@@ -329,6 +329,7 @@ def _csv(path: Path, content: bytes) -> Records:
     text = io.StringIO(_decode(path, content), newline="")
     rows = csv.DictReader(text, delimiter=delimiter, strict=True)
     start = 2
+    csv.field_size_limit(1 << 30)  # characters; by default 131,072
     try:
         if not set(KEYS) & {*(rows.fieldnames or KEYS)}:
             raise UserError(f"{path}: line 1: {_no_text(rows.fieldnames or ())}")
@@ -419,6 +420,8 @@ def _conversation(key: str, messages: Any) -> tuple[str, list[str], list[str]]:
     for message in messages:
         speaker = str(message.get("role", message.get("from"))).lower()
         content = message.get("content", message.get("value"))
+        if content is None and speaker in ASSISTANTS:
+            speaker, content = "tool", ""  # it calls one instead of answering
         if isinstance(content, list):  # of parts, some of them images
             parts = [p.get("text") or "" if isinstance(p, dict) else p for p in content]
             content = "".join(parts) if all(isinstance(p, str) for p in parts) else None

@@ -35,6 +35,7 @@ SIGNS = np.array([-1, 1])  # of the lower and of the upper end
 RESAMPLES = 4000
 TAIL = 0.025  # probability beyond either end
 NOT_CREDIBLE = "not credible: was the machine busy?"
+NOTHING = "nothing was drafted"
 _TINY = np.finfo(float).tiny
 
 
@@ -130,9 +131,11 @@ def share(
     part: ArrayLike, whole: ArrayLike, most: ArrayLike | None = None, *, same_work: bool = False
 ) -> Interval:
     """As `ratio`, for counts of which one is a part of the other: the interval is at least as wide
-    as Wilson's, in which every token stands for itself."""
+    as Wilson's, in which every token stands for itself. A share of nothing may be anything."""
     data = _columns(part, whole, whole if most is None else most)
-    if same_work or not data[1].any():
+    if not data[1].any():
+        return Interval(0.0, 0.0, 1.0, NOTHING)
+    if same_work:
         value = ratio(part, whole, same_work=True)
         return value._replace(high=min(1.0, value.high))
     data = data[:, data[1] > 0]

@@ -4,7 +4,9 @@ The tables come from `one_pairing` and hold raw counts and seconds. Every ratio 
 computed here, so that a stored table gives the same figures as a fresh one.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from itertools import chain, count
 from math import inf
 from typing import Any
 
@@ -13,9 +15,11 @@ import pandas as pd
 
 from specexp import theory
 from specexp.measure import statistics
-from specexp.measure.statistics import NOT_CREDIBLE, Draws, Interval
+from specexp.measure.statistics import NOT_CREDIBLE, NOTHING, Draws, Interval
 from specexp.trace import Acceptance
 
+LABELS = ("pairing", "category", "question_id")  # columns of text, or of ids of any kind
+TIMED = ["plain_s", "plain_tokens", "s", "tokens"]  # of plain decoding, then of speculation
 MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
 
 
@@ -100,9 +104,9 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
     columns round, end_s, row, drafted, accepted, emitted, and what the samples say of themselves
     (pairing, category, gamma, ...)."""
     names = ["round", "end_s", "row", "drafted", "accepted", "emitted"]
-    about = [c for c in samples if samples[c].dtype != object and c not in names]
-    about += [c for c in ("pairing", "category") if c in samples and c not in about]
-    samples = samples.reset_index(drop=True)
+    mixed = [c for c in LABELS if c in samples and samples[c].dtype == object]
+    samples = samples.astype(dict.fromkeys(mixed, "str")).reset_index(drop=True)
+    about = [c for c in samples if (samples[c].dtype != object or c in LABELS) and c not in names]
     each = samples["rounds"].explode()
     table = pd.DataFrame(each.tolist(), columns=names, index=each.index)
     return table.join(samples[about]).reset_index(drop=True)
@@ -135,10 +139,8 @@ def speedups(
         | {"length": record.length, "rate": record.rate}
         for s, record, (key, part) in zip(timed, records, parts.items(), strict=True)
     ]
-    table, chosen = pd.DataFrame(rows), leave_one_out(samples, by)
-    plain_s, plain_tokens, s, tokens = chosen[["plain_s", "plain_tokens", "s", "tokens"]].sum()
-    table["promised"] = (plain_s / plain_tokens) / (s / tokens)
-    return judged(table, expected)
+    promised = _pace(leave_one_out(samples, by)[TIMED].sum())
+    return judged(pd.DataFrame(rows).assign(promised=promised), expected)
 
 
 def judged(measured: pd.DataFrame, expected: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -169,8 +171,7 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
     samples: rows of `one_pairing.latency_by_arm`. One row an arm but the fastest, with columns arm,
     times, and the ends low and high of its interval; all intervals hold at once."""
     pair, timed = ["question_id", "repeat"], ["s", "tokens"]
-    total = samples.groupby("arm")[timed].sum()
-    first = (total["tokens"] / total["s"]).idxmax()
+    first = _pace(samples.groupby("arm")[TIMED].sum()).idxmax()
     each = {arm: part.set_index(pair)[timed] for arm, part in samples.groupby("arm", sort=False)}
     best = each.pop(first).add_prefix("best_")
     pairs = [part.join(best, how="inner").groupby("question_id").sum() for part in each.values()]
@@ -182,8 +183,7 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
 
 def speedup(samples: pd.DataFrame, inverse: bool = False) -> Draws:
     """The speedup of one arm, or its inverse, for `statistics.simultaneous`."""
-    plain, fast = ["plain_s", "plain_tokens"], ["s", "tokens"]
-    columns = fast + plain if inverse else plain + fast
+    columns = TIMED[2:] + TIMED[:2] if inverse else TIMED
     return statistics.speedup_draws(*units(samples, *columns), batch=unit(samples)[1])
 
 
@@ -214,12 +214,15 @@ def leave_one_out(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     single prompt chooses for itself; where there are no prompts but batches, nothing is chosen."""
     if "question_id" not in samples:
         return samples
-    total = samples.pivot_table(
-        index="question_id", columns=by, values=["s", "tokens"], aggfunc="sum", sort=False
-    )
+    total = samples.pivot_table(TIMED, "question_id", by, "sum", sort=False)
     others = total.sum() - total if len(total) > 1 else total
-    choice = (others["tokens"] / others["s"]).idxmax(axis=1)
+    choice = _pace(others).idxmax(axis=1)
     return samples[samples[by] == samples["question_id"].map(choice)]
+
+
+def _pace(total: pd.DataFrame) -> Any:
+    """Plain decoding's seconds per token over speculation's."""
+    return (total["plain_s"] / total["plain_tokens"]) / (total["s"] / total["tokens"])
 
 
 def rounds_s(costs: pd.DataFrame) -> pd.Series:
@@ -308,11 +311,7 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     """Metrics of the acceptance of one pairing, and its series over positions in the draft."""
     record = pooled(samples)
     record.check()
-    over_all = rate(samples)
-    metrics = {
-        "acceptance/rate": record.rate,
-        "acceptance/rate_ci_low": over_all.low,
-        "acceptance/rate_ci_high": over_all.high,
+    metrics = _rate_metrics(samples, "acceptance/rate", "acceptance/rate_ci") | {
         "acceptance/length": record.length,
         "counts/drafted": record.drafted,
         "counts/accepted": record.accepted,
@@ -320,17 +319,33 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
         "counts/rounds": record.passes,
     }
     if "category" in samples:
+        names = _metric_names(samples["category"].unique())
         for category, part in samples.groupby("category"):
-            each = rate(part)
-            metrics |= {
-                f"category/{category}": each.value,
-                f"category_ci/{category}_low": each.low,
-                f"category_ci/{category}_high": each.high,
-            }
+            name = names[category]
+            metrics |= _rate_metrics(part, f"category/{name}", f"category_ci/{name}")
     return metrics, {
         "acceptance/at_position": list(record.marginal),
         "acceptance/conditional": list(record.conditional),
     }
+
+
+def _rate_metrics(samples: pd.DataFrame, name: str, ends: str) -> dict[str, float]:
+    """The acceptance rate and, as `ends`_low and `ends`_high, its interval; no metric where nothing
+    was drafted."""
+    value, low, high, doubt = rate(samples)
+    return {} if doubt == NOTHING else {name: value, f"{ends}_low": low, f"{ends}_high": high}
+
+
+def _metric_names(categories: Iterable[str]) -> dict[str, str]:
+    """The names under which MLflow can hold categories: only letters, digits, `_`, `.` and `-`.
+    Where nothing else is left, or another category has that name, a number follows."""
+    plain = {c: re.sub(r"[^\w.-]+", "_", c, flags=re.ASCII)[:200] for c in sorted(categories)}
+    names, taken = dict[str, str](), {"_", ".", ".."}
+    for category, name in sorted(plain.items(), key=lambda pair: pair[0] != pair[1]):
+        numbered = (f"{name}{n}" for n in count(1))
+        names[category] = next(n for n in chain([name], numbered) if n not in taken)
+        taken.add(names[category])
+    return names
 
 
 def latency_metrics(

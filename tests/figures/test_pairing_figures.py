@@ -134,6 +134,12 @@ def test_words_of_kinds_of_text_are_not_broken():
     assert {text.get_text() for text in figure.axes[0].get_xticklabels()} == {*kinds}
 
 
+def test_dollar_signs_in_names_are_no_formula(tmp_path):
+    figures.pairings.by_category(acceptances({"from $x_$ on": 0.5}, 2)).savefig(tmp_path / "kinds")
+    table = arms((1.5, 1.4, 1.6)).assign(arm="my$^$model")
+    figures.pairings.forest(table).savefig(tmp_path / "arms")
+
+
 def test_a_drafter_of_a_long_name_leads():
     table = arms((1.5, 1.4, 1.6), (1.2, 1.1, 1.3)).assign(arm=["a-draft-model-of-" * 2, "ngram"])
     lead = pd.DataFrame({"arm": ["ngram"], "times": [1.25], "low": [1.2], "high": [1.3]})
@@ -203,12 +209,25 @@ def test_axis_of_a_forest_has_numbers_and_1_among_them(low, high):
     assert 2 <= len(numbers) <= 9
 
 
+def timed(seconds: dict[str, list[float]]) -> list[dict]:
+    """For each arm the seconds of a token in each repeat, of 40 prompts; plain decoding takes two
+    in the first repeat, and four in all others."""
+    return [
+        {"arm": arm, "question_id": q, "repeat": repeat, "s": s * (1 + q), "tokens": 10,
+         "plain_s": (4.0 if repeat else 2.0) * (1 + q), "plain_tokens": 10}
+        for arm, each in seconds.items() for repeat, s in enumerate(each) for q in range(40)
+    ]  # fmt: skip
+
+
+def test_the_fastest_arm_is_that_of_the_highest_speedup():
+    """One arm remembers texts, so that only its first repeat counts, and then the machine became
+    slower."""
+    rows = timed({"once": [1.25], "thrice": [1.0, 2.0, 2.0]})
+    assert summaries.lead_over_others(pd.DataFrame(rows))["arm"].tolist() == ["once"]
+
+
 def test_lead_over_others_is_paired_by_prompt():
-    rows = [
-        {"arm": arm, "question_id": q, "repeat": 0, "s": s * (1 + q), "tokens": 10}
-        for arm, s in (("fast", 1.0), ("slow", 1.5))
-        for q in range(40)
-    ]
+    rows = timed({"fast": [1.0], "slow": [1.5]})
     [row] = summaries.lead_over_others(pd.DataFrame(rows)).to_dict("records")
     assert row["arm"] == "slow"
     assert [row[c] for c in ("times", "low", "high")] == pytest.approx([1.5] * 3)
@@ -236,6 +255,17 @@ def test_kinds_of_text_are_ranked_only_where_intervals_are_apart():
     assert len(few.axes[0].patches) == 2  # hatched
     assert title(figures.pairings.by_category(acceptances({"own": 0.6}, 40))).endswith(": 60%")
     assert [t.get_text() for t in few.axes[0].texts] == ["60%\nn = 2", "50%\nn = 2"]
+
+
+def test_a_kind_of_text_on_which_nothing_was_drafted_is_not_ranked():
+    samples = acceptances({"code": 0.9, "records": 0.7, "prose": 0.0}, 40)
+    nothing = samples["category"] == "prose"
+    samples.loc[nothing, ["accepted", "drafted"]] = 0
+    figure = figures.pairings.by_category(samples)
+    assert "certainly lower on records than on code, 70% to 90%" in title(figure)
+    assert len(figure.axes[0].patches) == 1  # hatched
+    assert "0%\nno draft\nn = 40" in [text.get_text() for text in figure.axes[0].texts]
+    assert title(figures.pairings.by_category(samples[nothing])).endswith("nothing was drafted")
 
 
 def rules(**each: tuple[float, float]) -> pd.DataFrame:

@@ -18,6 +18,7 @@ from specexp.measure import interleave, one_pairing, statistics, summaries
 from specexp.measure.exactness import certify, remembers
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
+from specexp.tracking import mlflow_view
 
 
 def test_acceptance_counts_agree_in_every_row(pairing, acceptance):
@@ -52,6 +53,33 @@ def test_metrics_are_pooled_not_averaged(acceptance):
     ends = [metrics[f"category_ci/code_{end}"] for end in ("low", "high")]
     assert 0 <= ends[0] < metrics["category/code"] < ends[1] <= 1
     assert metrics["acceptance/length"] == pytest.approx(1 + sum(series["acceptance/at_position"]))
+
+
+def test_any_category_has_a_metric_of_its_own_that_mlflow_takes():
+    kinds = ["my prompts", "C++", "C#", "C_", "数学", "物理", "..", "a\nb", "x" * 300]
+    half = Acceptance(drafted=2, emitted=2, cut=0, histogram=(0, 1))
+    samples = pd.DataFrame(
+        {"category": kind, "question_id": kind, "record": half, "accepted": 1, "drafted": 2,
+         "passes": 1} for kind in kinds
+    )  # fmt: skip
+    metrics, _ = summaries.acceptance_metrics(samples)
+    assert not mlflow_view.problems_of({"metrics": metrics, "series": {}})
+    assert [name for name in metrics if name.startswith("category/")] == [
+        "category/..1", "category/C_1", "category/C_2", "category/C_", "category/a_b",
+        "category/my_prompts", f"category/{'x' * 200}", "category/_1", "category/_2",
+    ]  # fmt: skip
+    assert len([name for name in metrics if name.startswith("category_ci/")]) == 2 * len(kinds)
+
+
+def test_no_rate_is_logged_where_nothing_was_drafted(acceptance):
+    counts = ["accepted", "drafted"]
+    silent = acceptance[acceptance["category"] == "messy"].assign(**dict.fromkeys(counts, 0))
+    rest = acceptance[acceptance["category"] == "code"]
+    names = summaries.acceptance_metrics(pd.concat([rest, silent]))[0]
+    assert [n for n in names if "category" in n] == [
+        "category/code", "category_ci/code_low", "category_ci/code_high"
+    ]  # fmt: skip
+    assert not [n for n in summaries.acceptance_metrics(silent)[0] if n.startswith("acceptance/r")]
 
 
 def test_positions_that_a_prompt_never_reached_count_as_none_accepted():
@@ -353,6 +381,14 @@ def test_rounds_table_has_a_row_per_round(latency):
     assert len(rounds) == latency["passes"].sum()
     assert rounds["emitted"].sum() == latency["emitted"].sum()
     assert {"question_id", "gamma", "repeat", "end_s", "drafted", "accepted"} <= set(rounds)
+
+
+def test_numbers_and_names_of_prompts_stand_in_one_table(latency, tmp_path):
+    ids = latency["question_id"]
+    mixed = latency.assign(question_id=ids.astype(object).where(ids > 1, "first"))
+    summaries.rounds(mixed).to_parquet(tmp_path / "rounds.parquet")
+    read = pd.read_parquet(tmp_path / "rounds.parquet")
+    assert {*read["question_id"]} == {"first", *map(str, {*ids} - {1})}
 
 
 def test_garbage_collector_frees_models_not_libraries(tiny_folders, tmp_path):

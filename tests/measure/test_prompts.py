@@ -261,6 +261,22 @@ def test_broken_line_is_named(tmp_path: Path, broken: str | bytes, word: str) ->
     assert len(message) < 300 + len(str(tmp_path))
 
 
+def test_long_text_in_a_table_is_read(tmp_path: Path) -> None:
+    file, text = tmp_path / "mine.csv", "a" * 200_000
+    file.write_text(f"prompt\n{text}\n")
+    [prompt] = load(file)
+    assert prompt.text == text
+
+
+def test_conversation_ends_where_the_assistant_calls_a_tool(tmp_path: Path) -> None:
+    """Its message then has no content."""
+    said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", None), ("tool", "d"),
+            ("assistant", "e"), ("user", "f")]  # fmt: skip
+    messages = [{"role": role, "content": content} for role, content in said]
+    [prompt] = load(write(tmp_path, json.dumps({"messages": messages})))
+    assert (prompt.turns, prompt.answers) == (("a", "c"), ("b",))
+
+
 def test_five_broken_lines_are_named_in_one_message(tmp_path: Path) -> None:
     message = refusal(tmp_path, line(1) + "{\n" * 8)
     assert [f"line {n}:" in message for n in range(1, 10)] == [False] + [True] * 5 + [False] * 3

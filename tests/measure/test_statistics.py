@@ -190,8 +190,9 @@ def test_interval_of_one_unit_and_of_unequal_series():
         statistics.ratio([], [])
 
 
-def test_rate_of_nothing_drafted_is_zero():
+def test_rate_of_nothing_drafted_may_be_anything():
     assert statistics.ratio([0, 0], [0, 0]).value == 0
+    assert statistics.share([0, 0], [0, 0]) == (0, 0, 1, "nothing was drafted")
 
 
 @pytest.mark.parametrize(
