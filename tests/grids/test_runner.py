@@ -403,6 +403,25 @@ def test_hanging_point_ends_at_its_timeout_with_its_processes(store, points):
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+def test_timeout_is_retried_with_more_time_only(store, written, monkeypatch):
+    [point] = written(1)
+
+    def expires(point, *_):
+        raise Failure("timeout", f"took longer than {point.timeout_s:g} s")
+
+    monkeypatch.setattr(local, "execute", expires)
+    assert go([point])[0] == 1
+    for limit in (point.timeout_s, point.timeout_s - 1):
+        less = replace(point, timeout_s=limit)
+        assert "0 of 1 points to run" in go([less])[1]
+        assert progress.status([less]).caption == "1 failed"
+    more = replace(point, timeout_s=point.timeout_s + 1)
+    assert progress.status([more]).caption == "1 to do"
+    assert f"took longer than {more.timeout_s:g} s" in go([more])[1]
+    assert "0 of 1 points to run" in go([more])[1]
+    assert len(results.listed("failed")) == 2
+
+
 def test_killed_runner_loses_nothing(store, light, warm, start, monkeypatch):
     todo = light(how=["well", "slow"])
     first, second = (store / "results" / p.run_key for p in todo)
@@ -657,6 +676,23 @@ def test_force_reruns_and_keeps_one_run_a_point(store, points):
     assert statuses() == {todo[0].run_key: "FINISHED"}
     [replaced] = (store / "replaced").iterdir()
     assert intact(replaced)
+
+
+def test_stop_under_force_names_a_command_that_repeats_nothing(store, written, monkeypatch):
+    execute = local.execute
+
+    def interrupted(*args):
+        execute(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(local, "execute", interrupted)
+    for options, advice in (
+        ({}, "run the same command again to resume"),
+        ({"force": True}, "run the same command without --force for the points"),
+    ):
+        code, said = go(written(1, 2), **options)
+        assert code == run.INTERRUPTED
+        assert f"finished points are kept; {advice}" in said
 
 
 def test_forced_result_replaces_one_of_a_later_clock(store, points):
