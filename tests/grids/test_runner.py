@@ -124,6 +124,7 @@ def test_grid_runs_commits_publishes_once(store, points):
     assert frame["tags.version.torch"].notna().all()
     assert runs.curve(frame["run_id"].iloc[0], "acceptance/at_position") == {1: 0.5, 2: 0.25}
     before = {p: p.stat().st_mtime_ns for p in (store / "results").rglob("*") if p.is_file()}
+    assert len({p.stat().st_mode for p in before}) == 1, "whoever reads one can read all"
     code, said = go(todo)
     assert code == 0
     assert "0 of 2 points to run" in said
