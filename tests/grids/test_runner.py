@@ -783,6 +783,16 @@ def test_timings_of_an_untimed_notebook_are_refused(store, points):
     assert "it logs speedup/measured" in said
 
 
+def test_result_of_another_gpu_than_its_key_names_is_refused(store, points):
+    """As of worker 1, which sees the second GPU, where keys name the first."""
+    [point] = points(x=[1])
+    parts = point.identity.parts | {"device": "Other GPU"}
+    code, said = go([replace(point, identity=replace(point.identity, parts=parts))])
+    assert code == 1
+    here = point.identity.parts["device"]
+    assert f"invalid-result: it ran on {here}, and its key names Other GPU: leave out" in said
+
+
 class Outage:
     """MLflow cannot be reached in the first `times` calls."""
 
