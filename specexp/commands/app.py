@@ -53,10 +53,13 @@ def main() -> None:
         from specexp.grids import runner
         from specexp.tracking import results
 
-        if e.errno not in results.FULL:
+        if e.errno in results.FULL:
+            complain("disk full", f"{e.strerror}: {e.filename or results.root()}")
+            sys.exit(runner.DISK_FULL)
+        if e.filename is None:
             raise
-        complain("disk full", f"{e.strerror}: {e.filename or results.root()}")
-        sys.exit(runner.DISK_FULL)
+        complain("error", f"cannot read or write {e.filename}: {e.strerror}")
+        sys.exit(2)
     except BaseException as e:
         if not panicked(e):
             raise

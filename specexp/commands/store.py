@@ -39,13 +39,21 @@ def report(
     It needs no network, no server and no MLflow, and runs nothing.
     """
     from specexp.tracking import report as reporting
+    from specexp.tracking import results
 
     everything = reporting.of(what)
     if out is not None:
         opt.check_writable(out)
     if pdf:
         reporting.chromium()
-    path = reporting.write(everything, out, [Path(what).name.replace(".yml", ".yaml")])
+    try:
+        path = reporting.write(everything, out, [Path(what).name.replace(".yml", ".yaml")])
+    except (OSError, UserError) as e:
+        why = e.__cause__ or e
+        if out or not isinstance(why, OSError) or why.errno in results.MACHINE_ERRORS:
+            raise
+        where = results.root() / "reports"
+        raise UserError(f"cannot write to {where}: {why.strerror}; name a file with --out") from e
     for written in [path, *([reporting.print_pdf(path)] if pdf else [])]:
         opt.say(str(opt.relative(written)))
 

@@ -131,24 +131,25 @@ def train(
 def _train_heads(
     kind: str, target: str, out: Path | None, device: str, quick: bool, text: Path | None
 ) -> None:
-    """Train heads and log loss and accuracy by position to the MLflow experiment `heads`."""
+    """Train heads and log loss and accuracy by position to the MLflow experiment `heads`, unless an
+    earlier run took every step and logged them."""
     from specexp.models.heads.layouts import DRAFTED_BY
     from specexp.tracking import runs
     from specexp.zoo.heads import train_heads
     from specexp.zoo.naming import locate
+    from specexp.zoo.train import Curve
 
-    history: dict[str, dict[int, float]] = {}
-
-    def watch(step: int, figures: dict[str, float]) -> None:
-        for name, value in figures.items():
-            history.setdefault(name, {})[step] = value
-
+    curve: Curve = {}
     folder = train_heads(kind, locate(target), out, device=device, quick=quick, text=text,
-                         watch=watch)  # fmt: skip
-    last = {name: values[max(values)] for name, values in history.items()}
+                         watch=curve.update)  # fmt: skip
     path = opt.relative(folder)
     opt.say(f"wrote {path}; use it as --drafter {DRAFTED_BY[kind]}:{path}")
-    runs.log("heads", {"heads": kind, "target": target, "quick": quick}, last, history)
+    if curve:
+        params = {"heads": kind, "target": target, "text": str(text or "the zoo's own"),
+                  "device": device, "quick": quick}  # fmt: skip
+        last = curve[max(curve)]
+        series = {name: {step: curve[step][name] for step in curve} for name in last}
+        runs.log("heads", params, last, series)
 
 
 def _train_draft(

@@ -245,10 +245,12 @@ def _check(point: Point, folder: Path) -> None:
         for output in cell.outputs:
             if output.output_type == "error":
                 raise Failure("invalid-result", f"cell {number} raised {output.ename}")
+    device = point.identity.parts["device"]
     try:
         record = json.loads((folder / results.RESULT).read_text())
         problems = mlflow_view.problems_of(record)
         logged = dict(record["params"])
+        ran_on = record.get("tags", {}).get("device", device)
     except FileNotFoundError:
         raise Failure("invalid-result", "the notebook never called runs.log") from None
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -262,6 +264,9 @@ def _check(point: Point, folder: Path) -> None:
         odd = [n for n in point.params if logged.get(n) != point.params[n]]
         odd += [n for n in logged if n not in point.params]
         problems.append(f"it logged parameters that differ from its own: {', '.join(odd)}")
+    if ran_on != device:
+        advice = "leave out --jobs, or name GPUs of one kind in CUDA_VISIBLE_DEVICES"
+        problems.append(f"it ran on {ran_on}, and its key names {device}: {advice}")
     if problems:
         raise Failure("invalid-result", "; ".join(problems))
 

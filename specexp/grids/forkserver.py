@@ -148,8 +148,7 @@ class Worker:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in (self.line.fileno(), self.wake, self.wake_end):
             os.close(descriptor)
-        os.umask(0o077)
-        to = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        to = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         for descriptor in (1, 2):
             os.dup2(to, descriptor)
         os.close(to)

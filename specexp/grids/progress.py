@@ -177,17 +177,20 @@ def failures_of(
     points: Sequence[Point], ignoring: Collection[str] = ()
 ) -> dict[str, tuple[str, str]]:
     """run_key -> kind and message of each point's last failure, without the attempts `ignoring` and
-    those that are torn."""
-    keys = {p.run_key for p in points}
+    those that are torn, and unless it was a timeout and the point has more time now."""
+    limits = {p.run_key: p.timeout_s for p in points}
     kept = [
         path
         for path in results.listed("failed")
-        if results.key_of(path) in keys and path.name not in ignoring and runs.publishable(path)
+        if results.key_of(path) in limits and path.name not in ignoring and runs.publishable(path)
     ]
     failures = {}
     for path in sorted(kept, key=results.ended_ms):
-        tags = results.load(path / results.TAGS)
-        failures[results.key_of(path)] = tags["error.kind"], tags["error"]
+        tags, key = results.load(path / results.TAGS), results.key_of(path)
+        failures[key] = tags["error.kind"], tags["error"]
+        had_s = results.load(path / results.POINT).get("timeout_s", 0.0)
+        if tags["error.kind"] == "timeout" and had_s < limits[key]:
+            del failures[key]
     return failures
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from specexp.grids.machines import local
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
-RESUME = "run the same command again to resume"
-FREE_SPACE = f"free up space and {RESUME}"
 AWAY = "cannot be reached"
 PATIENCE_S = 90.0
 ROOM_PER_POINT = 2_000_000
@@ -95,9 +93,9 @@ def run(
         return _error(console, "damaged", str(e), DAMAGED)
     except OSError as e:
         if e.errno in results.FULL:
-            message = f"{e.strerror}: {e.filename or results.root()}, {_free()}; {FREE_SPACE}"
+            message = f"{e.strerror}: {e.filename or results.root()}, {_advice(force)}"
             return _error(console, "disk full", message, DISK_FULL)
-        return _error(console, "error", f"{e}; {RESUME}", FAILED)
+        return _error(console, "error", f"{e}; {_resume(force)}", FAILED)
     except runs.StoreUnreachable as e:
         console.print(Text(f"MLflow's notes are not renewed: {e}"), soft_wrap=True)
     if board.failed:
@@ -253,7 +251,7 @@ class Work:
         if failure.kind == "disk":
             shutil.rmtree(attempt, ignore_errors=True)
             self.board.ended(point.label, "stopped", str(failure))
-            self.stop(DISK_FULL, f"{failure}, {_free()}; {FREE_SPACE}")
+            self.stop(DISK_FULL, f"{failure}, {_advice(self.force)}")
             return
         there, stopping = results.is_folder(attempt), self._stopping.is_set()
         if stopping:
@@ -378,7 +376,7 @@ def _signals(work: Work) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    message = f"finished points are kept; {RESUME}"
+    message = f"finished points are kept; {_resume(work.force)}"
     codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
     before = {
         number: signal.signal(number, lambda got, _: work.stop(codes[signal.Signals(got)], message))
@@ -394,7 +392,7 @@ def _signals(work: Work) -> Iterator[None]:
 def _write_point(point: Point, attempt: Path) -> None:
     record = {
         "experiment": point.experiment, "params": point.params, "tags": tags_of(point),
-        "identity": point.identity.parts,
+        "identity": point.identity.parts, "timeout_s": point.timeout_s,
     }  # fmt: skip
     (attempt / results.POINT).write_text(json.dumps(record, indent=1))
 
@@ -412,9 +410,17 @@ def tags_of(point: Point) -> dict[str, str]:
     }
 
 
-def _free() -> str:
+def _resume(force: bool) -> str:
+    """How to go on after a stop, in words: with --force, a runner repeats what is finished."""
+    how = "without --force for the points that have no result yet" if force else "again to resume"
+    return f"run the same command {how}"
+
+
+def _advice(force: bool) -> str:
+    """On a full disk: how full it is, and what to do."""
     there = next(p for p in (results.root(), *results.root().parents) if p.exists())
-    return f"{shutil.disk_usage(there).free / 1e6:.0f} MB free"
+    free_mb = shutil.disk_usage(there).free / 1e6
+    return f"{free_mb:.0f} MB free; free up space and {_resume(force)}"
 
 
 def _report(points: Sequence[Point], done: Sequence[report.Run], console: Terminal) -> None:

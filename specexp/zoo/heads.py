@@ -207,15 +207,15 @@ def unrolled(T: int, number: int, like: Tensor) -> Tensor:
 def train_heads(
     kind: str, target: str | Path, out: Path | None = None, work: Path | None = None,
     device: str = "cpu", quick: bool = False, text: Path | None = None,
-    watch: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+    watch: Callable[[train.Curve], object] = lambda curve: None,
 ) -> Path:  # fmt: skip
     """Train heads of a kind for any target in Hugging Face format; returns the folder written.
 
     `text`: a training text, by default the zoo's, which only a checkout has; the target's
-    continuations of parts of it are trained on as well. `watch(step, figures)` is called at every
-    checkpoint with the loss and, per drafted position, the accuracy on held-out text. `out`: by
-    default `zoo/models` of the store; `work`: folder of the checkpoints. `quick`: a smoke test,
-    whose heads are useless. A killed run resumes.
+    continuations of parts of it are trained on as well. `watch(curve)` is called at every
+    checkpoint with the loss and, per drafted position, the accuracy on held-out text, at this and
+    at all earlier ones. `out`: by default `zoo/models` of the store; `work`: folder of the
+    checkpoints. `quick`: a smoke test, whose heads are useless. A killed run resumes.
 
     Raises UserError for an unknown kind, target, device or text."""
     insist_on_heads(kind)
@@ -242,25 +242,34 @@ def train_heads(
     predictions = predictions_of(head, net, recipe.unroll)
     rows = {name: _rows(part, device) for name, part in held_out.items()}
 
-    def look(before: int, step: int, loss: float) -> dict[str, list[float]]:
-        rates = {name: accuracy(predictions, part, device) for name, part in rows.items()}
-        mean = torch.tensor([*rates.values()]).mean(0).tolist()
-        by_position = {f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)}
-        watch(before + step, {"training/loss": loss} | by_position)
-        return rates
+    def rates() -> dict[str, list[float]]:
+        return {name: accuracy(predictions, part, device) for name, part in rows.items()}
+
+    looks: list[dict[str, float]] = []
+
+    def look() -> dict[str, float]:
+        mean = torch.tensor([*rates().values()]).mean(0).tolist()
+        looks.append({f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)})
+        return looks[-1]
 
     losses: list[float] = []
+    curve: train.Curve = {}
+
+    def follow(before: int, course: train.Curve) -> None:
+        curve.update({before + step: figures for step, figures in course.items()})
+        if looks:  # else this run has taken no step yet
+            watch(curve)
+
     aim = recipe.unroll, train.fingerprint(net)
     name = f"{last}-{kind}"
     for course in recipe.courses:
-        loss, look_on = loss_of(predictions, device), partial(look, len(losses))
+        loss, follow_on = loss_of(predictions, device), partial(follow, len(losses))
         losses += train.fit(name, course, Rows(learnt, course.repeats), work, head, loss, device,
-                            not quick and train.can_compile(device), watch=look_on,
-                            aim=aim)  # fmt: skip
-    rates = look(len(losses), 0, float(np.mean(losses[-20:])))
+                            not quick and train.can_compile(device), aim=aim, look=look,
+                            watch=follow_on)  # fmt: skip
     figures = {
         name: {f"at_{i}": round(rate, 4) for i, rate in enumerate(each, 1)}
-        for name, each in rates.items()
+        for name, each in rates().items()
     }
     folder = (out or work / ("quick" if quick else "models")) / name
     of = last if Path(target).is_dir() else str(target)

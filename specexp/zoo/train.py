@@ -35,6 +35,7 @@ CHECKPOINT_EVERY = 100
 GIVEN, NEW = 64, 191  # tokens that the target is given, and by which it continues them
 TOGETHER, TEMPERATURE = 64, 0.8  # documents that it continues at once, and how
 Loss = Callable[[torch.Tensor], torch.Tensor]
+Curve = dict[int, dict[str, float]]  # figures by the step at which they were taken
 
 
 def can_compile(device: str) -> bool:
@@ -82,23 +83,28 @@ def continued(
 def fit(
     name: str, course: Course, rows: Rows, work: Path, model: nn.Module, loss_of: Loss,
     device: str = "cpu", compiled: bool = True, checkpoint_every: int = CHECKPOINT_EVERY,
-    watch: Callable[[int, float], object] = lambda step, loss: None, aim: object = None,
+    aim: object = None, look: Callable[[], dict[str, float]] = dict,
+    watch: Callable[[Curve], object] = lambda curve: None,
 ) -> list[float]:  # fmt: skip
     """Train a model in place for one course; returns the loss at every step.
 
     Resumes from the checkpoint in `work` of the same name, course, text, initial weights and `aim`.
-    `aim`: whatever else the loss depends on, compared by its `repr`. `watch(step, loss)` is called
-    at every checkpoint with the mean of the last 20 losses."""
+    `aim`: whatever else the loss depends on, compared by its `repr`. `watch(curve)` is called when
+    it resumes and at every checkpoint with the figures of all checkpoints so far: the mean of the
+    last 20 losses, and what `look` returned."""
     path = work / f"{name}-{_digest((name, aim), course, rows, model)}.pt"
     model.train()
     optimizers = optimizers_of(model, course)
     losses: list[float] = []
+    curve: Curve = {}
     if path.exists():
         state = torch.load(path, map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         losses = state["losses"]
+        curve = state.get("curve", {})  # older checkpoints have none
+        watch(curve)
     if compiled:
         loss_of = torch.compile(loss_of, dynamic=False)
     start = len(losses)
@@ -112,9 +118,11 @@ def fit(
             recent = float(np.mean(losses[-20:]))
             bar.set_postfix(loss=f"{recent:.3f}", tokens_s=f"{rate:.0f}", refresh=False)
             if (step + 1) % checkpoint_every == 0 or step + 1 == course.steps:
+                curve[step + 1] = {"training/loss": recent} | look()
                 progress = [optimizer.state_dict() for optimizer in optimizers]
-                save(path, {"model": model.state_dict(), "optimizers": progress, "losses": losses})
-                watch(step + 1, recent)
+                save(path, {"model": model.state_dict(), "optimizers": progress, "losses": losses,
+                            "curve": curve})  # fmt: skip
+                watch(curve)
     finally:
         torch.set_flush_denormal(False)
     model.eval()

@@ -658,6 +658,19 @@ def test_full_disk_is_one_line_and_exit_code_5(run, monkeypatch):
     assert (code, err.strip()) == (5, "disk full: No space left on device: steps.csv")
 
 
+def test_place_that_may_not_be_used_is_one_line(run, monkeypatch):
+    def denied(*_):
+        raise OSError(errno.EACCES, "Permission denied", *named)
+
+    monkeypatch.setattr("specexp.theory.predict", denied)
+    named = ["result.json"]
+    code, _, err = run("theory", "--alpha", "0.5", "--gamma", "1")
+    assert (code, err) == (2, "error: cannot read or write result.json: Permission denied\n")
+    named = []
+    with pytest.raises(OSError, match="denied"):
+        run("theory", "--alpha", "0.5", "--gamma", "1")
+
+
 OOM = "CUDA out of memory. Tried to allocate 20 GiB. GPU 0 has a capacity of 79 GiB. Of these ..."
 
 

@@ -16,6 +16,7 @@ from test_runner import go, statuses
 from specexp.errors import UserError
 from specexp.grids import points as grid
 from specexp.grids.machines import ray as cluster
+from specexp.grids.machines.local import Here
 from specexp.grids.machines.ray import OnRay, Outcome, Task, packed, unpack
 from specexp.grids.progress import Failure
 from specexp.tracking import provenance, runs
@@ -184,7 +185,7 @@ def test_resources_requested_of_ray(points):
     [point], [beside] = points(x=[1]), points(together=True, x=[1])
 
     def cluster_of(nodes, point=point):
-        made = OnRay([point])
+        made = OnRay([point], cluster.RUNNING_CLUSTER)
         made._nodes, made._gpus = nodes, any(gpus for _, gpus in nodes)
         return made
 
@@ -196,11 +197,26 @@ def test_resources_requested_of_ray(points):
     assert together.demand(beside) == {"num_cpus": 1, "num_gpus": 0}
     assert together.at_once(None, alone=False) == 36
     mixed = [(64.0, 0.0), (16.0, 4.0), (8.0, 4.0)]
+    assert cluster_of(mixed).demand(point)["num_gpus"] == 1, "a notebook may name no device"
     for device, gpus in (("cpu", 0), ("auto", 1), ("cuda", 1), ("cuda:0", 1)):
         point.params["device"] = beside.params["device"] = device
         assert cluster_of(mixed).demand(point) == {"num_cpus": 16 if gpus else 64, "num_gpus": gpus}
         assert cluster_of(mixed).at_once(None, alone=True) == 1
         assert cluster_of(mixed, beside).at_once(None, alone=False) == (8 if gpus else 88)
+
+
+@ray
+def test_runners_with_clusters_of_their_own_time_in_turn(store, points, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    todo = points(x=[1])
+    first, second = OnRay(todo), OnRay(todo)
+    assert first.at_once(7, alone=True) == 1
+    for other in (second, Here(todo)):
+        with first.timing_lock() as ours, other.timing_lock() as theirs:
+            assert (ours, theirs) == (True, False)
+    shared = OnRay(todo, cluster.RUNNING_CLUSTER)
+    with first.timing_lock(), shared.timing_lock() as theirs:
+        assert theirs, "that cluster gives the point a machine to itself"
 
 
 @ray

@@ -124,6 +124,7 @@ def test_grid_runs_commits_publishes_once(store, points):
     assert frame["tags.version.torch"].notna().all()
     assert runs.curve(frame["run_id"].iloc[0], "acceptance/at_position") == {1: 0.5, 2: 0.25}
     before = {p: p.stat().st_mtime_ns for p in (store / "results").rglob("*") if p.is_file()}
+    assert len({p.stat().st_mode for p in before}) == 1, "whoever reads one can read all"
     code, said = go(todo)
     assert code == 0
     assert "0 of 2 points to run" in said
@@ -403,6 +404,25 @@ def test_hanging_point_ends_at_its_timeout_with_its_processes(store, points):
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+def test_timeout_is_retried_with_more_time_only(store, written, monkeypatch):
+    [point] = written(1)
+
+    def expires(point, *_):
+        raise Failure("timeout", f"took longer than {point.timeout_s:g} s")
+
+    monkeypatch.setattr(local, "execute", expires)
+    assert go([point])[0] == 1
+    for limit in (point.timeout_s, point.timeout_s - 1):
+        less = replace(point, timeout_s=limit)
+        assert "0 of 1 points to run" in go([less])[1]
+        assert progress.status([less]).caption == "1 failed"
+    more = replace(point, timeout_s=point.timeout_s + 1)
+    assert progress.status([more]).caption == "1 to do"
+    assert f"took longer than {more.timeout_s:g} s" in go([more])[1]
+    assert "0 of 1 points to run" in go([more])[1]
+    assert len(results.listed("failed")) == 2
+
+
 def test_killed_runner_loses_nothing(store, light, warm, start, monkeypatch):
     todo = light(how=["well", "slow"])
     first, second = (store / "results" / p.run_key for p in todo)
@@ -659,6 +679,23 @@ def test_force_reruns_and_keeps_one_run_a_point(store, points):
     assert intact(replaced)
 
 
+def test_stop_under_force_names_a_command_that_repeats_nothing(store, written, monkeypatch):
+    execute = local.execute
+
+    def interrupted(*args):
+        execute(*args)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(local, "execute", interrupted)
+    for options, advice in (
+        ({}, "run the same command again to resume"),
+        ({"force": True}, "run the same command without --force for the points"),
+    ):
+        code, said = go(written(1, 2), **options)
+        assert code == run.INTERRUPTED
+        assert f"finished points are kept; {advice}" in said
+
+
 def test_forced_result_replaces_one_of_a_later_clock(store, points):
     todo = points(x=[1])
     assert go(todo)[0] == 0
@@ -744,6 +781,16 @@ def test_timings_of_an_untimed_notebook_are_refused(store, points):
     code, said = go([replace(p, timed=False) for p in points(x=[1])])
     assert code == 1
     assert "it logs speedup/measured" in said
+
+
+def test_result_of_another_gpu_than_its_key_names_is_refused(store, points):
+    """As of worker 1, which sees the second GPU, where keys name the first."""
+    [point] = points(x=[1])
+    parts = point.identity.parts | {"device": "Other GPU"}
+    code, said = go([replace(point, identity=replace(point.identity, parts=parts))])
+    assert code == 1
+    here = point.identity.parts["device"]
+    assert f"invalid-result: it ran on {here}, and its key names Other GPU: leave out" in said
 
 
 class Outage:

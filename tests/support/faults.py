@@ -614,7 +614,7 @@ def write_point(folder: Path, params: dict[str, Any], experiment: str, size: int
         "params": params,
         "metrics": {"acceptance/rate": params["x"] / 1000, "speedup/measured": 1.0 + params["x"]},
         "series": {"acceptance/at_position": {"1": 0.5, "2": 0.25}},
-        "tags": {"device": "stub"},
+        "tags": {},
     }
     track._write(folder, record, {}, {"curve": _Picture()})
     (folder / "notebook.ipynb").write_text(json.dumps(notebook))

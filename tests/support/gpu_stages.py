@@ -45,7 +45,7 @@ from specexp.models.lm import LM
 from specexp.models.load import of_module, weight_bytes
 from specexp.names import read_target
 from specexp.serving.cost_table import AXES, Costs
-from specexp.zoo import files, shelf, twins
+from specexp.zoo import files, shelf, train, twins
 from specexp.zoo.heads import train_heads
 
 ROOT = Path(__file__).parents[2]
@@ -332,8 +332,8 @@ def training(rows: Rows, device: torch.device) -> None:
 
 
 def trained(kind: str, rows: Rows, device: torch.device, quick: bool = False) -> dict[str, Any]:
-    def watch(step: int, figures: dict[str, float]) -> None:
-        rows.keep({"name": f"{kind} at step {step}", "ok": True} | figures)
+    def watch(curve: train.Curve) -> None:
+        rows.keep({"name": f"{kind} at step {max(curve)}", "ok": True} | curve[max(curve)])
 
     target = shelf.find("target-10m")
     folder = train_heads(kind, target, device=str(device), quick=quick, watch=watch)

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from support.stores import go, shown
 
+from specexp.commands import app
 from specexp.errors import UserError
 from specexp.grids import runner as run
 from specexp.grids.machines import local
@@ -149,6 +150,24 @@ def test_stores_sharing_a_server_keep_apart(tmp_path, migrated, monkeypatch, wri
     assert go(todo, force=True)[0] == 1
     assert audit.problems() == []
     assert len([r for r in shown() if r[2] == "FINISHED"]) == 2
+
+
+def test_report_of_a_store_that_takes_none_goes_elsewhere(filled, monkeypatch, capsys, tmp_path):
+    def report(*words):
+        monkeypatch.setattr(sys, "argv", ["specexp", "report", "mine", *words])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        return ended.value.code, capsys.readouterr().err
+
+    (filled / "reports").write_text("in the way of the folder")
+    refused = [report()]
+    (filled / "reports").unlink()
+    (filled / "reports" / "mine.html" / "in the way of the page").mkdir(parents=True)
+    refused.append(report())
+    for (code, err), why in zip(refused, ["File exists", "Is a directory"], strict=True):
+        advice = f"cannot write to {filled}/reports: {why}; name a file with --out"
+        assert (code, err) == (2, f"error: {advice}\n")
+    assert report("--out", str(tmp_path / "mine.html")) == (0, "")
 
 
 def test_passwords_in_addresses_are_never_shown(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from making.corpus import gather
 from making.recipes import TARGET, quick_version
 from making.tokenizer import train_tokenizer
 from making.train import loss_of
+from specexp.commands import zoo
 from specexp.errors import UserError
 from specexp.models.load import of_module
 from specexp.zoo import train
@@ -72,21 +73,23 @@ class Killed(Rows):
         return super().batch(course, step)
 
 
-def _fit(recipe, rows, work, aim=None):
+def _fit(recipe, rows, work, aim=None, watch=len):
     model, course = recipe.build(), recipe.courses[0]
     return model, fit(recipe.name, course, rows, work, model, loss_of(model, None), compiled=False,
-                      checkpoint_every=2, aim=aim)  # fmt: skip
+                      checkpoint_every=2, aim=aim, watch=watch)  # fmt: skip
 
 
 def test_resumed_training_has_the_same_weights(documents, tmp_path):
-    recipe = quick_version(TARGET, steps=6)
-    whole, losses = _fit(recipe, Rows(documents), tmp_path / "a")
+    recipe, curve, resumed_curve = quick_version(TARGET, steps=6), {}, {}
+    whole, losses = _fit(recipe, Rows(documents), tmp_path / "a", watch=curve.update)
     with pytest.raises(KeyboardInterrupt):
         _fit(recipe, Killed(documents), tmp_path / "b")
     (left,) = (tmp_path / "b").iterdir()
     assert len(torch.load(left, weights_only=True)["losses"]) == 4
-    resumed, again = _fit(recipe, Rows(documents), tmp_path / "b")
+    resumed, again = _fit(recipe, Rows(documents), tmp_path / "b", watch=resumed_curve.update)
     assert again == losses
+    assert resumed_curve == curve
+    assert [*curve] == [2, 4, 6, 8, 9]
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
 
@@ -152,13 +155,32 @@ def test_tokenizer_without_end_of_text_is_refused(mine):
         train_heads("medusa", mine, quick=True)
 
 
-def test_steps_are_counted_across_courses(mine, tmp_path):
-    text, steps = tmp_path / "text.txt", []
+def test_resumed_training_of_heads_logs_its_whole_curve_once(mine, store, tmp_path, monkeypatch):
+    """Killed in its second course; steps are counted across courses."""
+    text, learn, taken, logged = tmp_path / "text.txt", train.learn, [], []
     text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
-    train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text,
-                watch=lambda step, figures: steps.append(step))  # fmt: skip
     first, second = (course.steps for course in HEADS["medusa"].quick().courses)
-    assert steps == [first, first + second, first + second]
+
+    def killed(*args):
+        if len(taken) == first:
+            raise KeyboardInterrupt
+        taken.append(learn(*args))
+        return taken[-1]
+
+    monkeypatch.setattr("specexp.tracking.runs.log", lambda *args: logged.append(args))
+    asked = "medusa", str(mine), None, "cpu", True, text
+    monkeypatch.setattr(train, "learn", killed)
+    with pytest.raises(KeyboardInterrupt):
+        zoo._train_heads(*asked)
+    monkeypatch.setattr(train, "learn", learn)
+    for _ in range(2):
+        zoo._train_heads(*asked)
+    [(experiment, params, last, series)] = logged
+    assert (experiment, params["text"], params["device"]) == ("heads", str(text), "cpu")
+    assert {"training/loss", "accuracy/at_1"} <= series.keys()
+    for name, curve in series.items():
+        assert [*curve] == [first, first + second]
+        assert curve[first + second] == last[name]
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000, PIECE + 10])

@@ -42,7 +42,8 @@ class Here:
         machine to themselves."""
         return 1 if alone else jobs or 1
 
-    def timing_lock(self) -> contextlib.AbstractContextManager[bool]:
+    @staticmethod
+    def timing_lock() -> contextlib.AbstractContextManager[bool]:
         """A lock around a timed point: yields False if another runner is timing here."""
         return results.claim(f"timing-{socket.gethostname()}")
 

@@ -28,7 +28,7 @@ import torch
 from specexp.errors import UserError
 from specexp.grids import identity, kernels, notebooks
 from specexp.grids.execute import Watch, execute
-from specexp.grids.machines.local import Worker
+from specexp.grids.machines.local import Here, Worker
 from specexp.grids.points import Point
 from specexp.grids.progress import Failure
 from specexp.tracking import provenance, results
@@ -277,6 +277,8 @@ class OnRay:
         return f"on Ray ({there}), room for {room} at once"
 
     def at_once(self, jobs: int | None, alone: bool) -> int:
+        if alone and self._address == OWN_CLUSTER:
+            return 1
         demands = [self.demand(p) for p in self._points if p.alone == alone]
         return jobs or max((self._fit(**demand) for demand in demands), default=1)
 
@@ -295,7 +297,10 @@ class OnRay:
         return {"num_cpus": most if point.alone else min(most, threads), "num_gpus": gpus}
 
     def timing_lock(self) -> contextlib.AbstractContextManager[bool]:
-        return contextlib.nullcontext(True)  # ensured by `demand`
+        """This machine's, as its other runners are unknown to a cluster of our own; in one that
+        runners share, `demand` sees to it."""
+        own = self._address == OWN_CLUSTER
+        return Here.timing_lock() if own else contextlib.nullcontext(True)
 
     @contextlib.contextmanager
     def worker(self, number: int) -> Iterator[Worker]:
@@ -365,7 +370,7 @@ def _line(e: Exception) -> str:
 
 
 def _device(point: Point) -> str:
-    return str(point.params.get("device", "cpu"))
+    return str(point.params.get("device", "auto"))
 
 
 def _check_port(address: str) -> None:
