@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby, islice
-from math import inf
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -218,14 +217,14 @@ def names_of(part: Sequence[Run]) -> dict[Run, str]:
 
 
 def answer(part: Sequence[Run]) -> str:
-    """What came out, in words: the best run with its own interval (that of its tag and of tables)
+    """What came out, in words: the first run with its own interval (that of its tag and of tables)
     and number of prompts, and which others are not certainly worse. What is called certain is so by
-    intervals that are widened (Bonferroni) for the best of several."""
+    intervals that are widened (Bonferroni) for the first of several."""
     if not (answering := _answering(part)):
-        return "No speedup or acceptance rate was logged; the table below has what was."
+        return "No speedup and no comparable acceptance was logged; the table below has what was."
     answer, having = answering
     many, best, names = len(having), having[0], names_of(part)
-    value, (low, high) = best.metrics[answer.metric], _interval(answer, best, many)
+    value, (low, high) = best.metrics[answer.metric], answer.together(best.metrics, many)
     has_interval = low < high
     text = f"{names[best]}: {answer.said(value, *answer.interval(best.metrics))[1]}"
     if best.prompts:
@@ -248,23 +247,28 @@ def answer(part: Sequence[Run]) -> str:
         return f"{text}. None of the {many} runs is called the best, as all timings are doubtful."
     if len(sure) == 1:
         return f"{text}. The timings of {counted(many - 1, 'other run')} are doubtful."
-    text += f". It is the best of {len(sure)} runs"
+    first, better, caveat = "best", "better", ""
+    if answer == mlflow_view.LENGTH:
+        first, better = "most", "more"
+        caveat = " A longer draft has more, and costs more: only a speedup says whether it pays."
+    text += f". It is the {first} of {len(sure)} runs"
     text += f", besides {many - len(sure)} of doubtful timings" * (len(sure) < many)
     if not has_interval:
-        return f"{text}."
-    others = ((names[run], *_interval(answer, run, many)) for run in sure if run is not best)
+        return f"{text}.{caveat}"
+    others = ((names[run], *answer.together(run.metrics, many)) for run in sure if run is not best)
     # the ends of a run without an interval are equal, and nothing is certain of it
     close = [s for s, least, most in others if least == most or max(least, low) <= min(most, high)]
-    rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
-    return f"{text}, " + (
-        f"not certainly better than {rest}." if close else "certainly better than the others."
-    )
+    rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}" if close else "the others"
+    return f"{text}, {'not ' * bool(close)}certainly {better} than {rest}.{caveat}"
 
 
 def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer, list[Run]] | None:
     """The first metric that answers and that runs have, with these runs, the best first: but those
-    of doubtful timings last."""
-    for answer in mlflow_view.ANSWERS:
+    of doubtful timings last. Drafts of different sizes are compared by acceptance length, as a
+    short one has a higher rate whatever it yields."""
+    sizes = {repr([run.record["params"].get(n) for n in ("gamma", "tree")]) for run in part}
+    by_length = {mlflow_view.RATE: mlflow_view.LENGTH} if len(sizes) > 1 else {}
+    for answer in (by_length.get(each, each) for each in mlflow_view.ANSWERS):
         if having := [run for run in part if answer.metric in run.metrics]:
             order = {run: run.metrics[answer.metric] for run in having}
             having.sort(key=order.__getitem__, reverse=not answer.least)
@@ -284,7 +288,8 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
     if not answering or len(answering[1]) == 1:
         return [], None
     (answer, having), names = answering, names_of(part)
-    ranges = [(run.metrics[answer.metric], *_interval(answer, run, len(having))) for run in having]
+    many, figures = len(having), [run.metrics for run in having]
+    ranges = [(each[answer.metric], *answer.together(each, many)) for each in figures]
     shown = [*chain(*ranges), *([] if answer.even is None else [answer.even])]
     least, width = min(shown), (max(shown) - min(shown)) or 1.0
 
@@ -297,18 +302,6 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
         for run, each in zip(having, ranges, strict=True)
     ]  # fmt: skip
     return rows, None if answer.even is None else place(answer.even)
-
-
-def _interval(answer: mlflow_view.Answer, run: Run, many: int) -> tuple[float, float]:
-    """A run's 95 % interval, widened so that those of `many` runs hold together, on a logarithmic
-    scale if it is of a ratio; the value twice if none was logged."""
-    value, (low, high) = run.metrics[answer.metric], answer.interval(run.metrics)
-    if answer.even is not None and min(low, value, high) > 0:
-        return mlflow_view.widened(value, low, high, many)
-    wider = mlflow_view.wider(many)
-    most = high if answer.even is not None or low == high else 1.0  # of a share
-    least = 0.0 if low >= 0 else -inf  # a regret is negative where nothing is lost
-    return max(least, value - wider * (value - low)), min(most, value + wider * (high - value))
 
 
 def exactness(part: Sequence[Run]) -> str:

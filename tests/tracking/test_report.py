@@ -16,6 +16,7 @@ from specexp.tracking import audit, compare, mlflow_view, presence, rebuild, rep
 from specexp.tracking import runs as track
 
 HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
+ENDS = {"low": -0.05, "high": 0.05}
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 SLOW, FAST = (
     {"speedup/measured": value, "speedup/ci_low": value - 0.1, "speedup/ci_high": value + 0.1,
@@ -50,10 +51,12 @@ class Reader(HTMLParser):
         self.text += data * (self.open[-1:] != ["style"])
 
 
-def committed(name, metrics, drafter="ngram", tags=None, rounds=None, markdown="# Faster?\n\nWhy."):
+def committed(
+    name, metrics, drafter="ngram", tags=None, rounds=None, markdown="# Faster?\n\nWhy.", **params
+):
     """A result with a figure, a notebook and a table of rounds."""
     attempt = results.new_attempt(name)
-    record = {"experiment": "mine", "params": {"drafter": drafter, "gamma": 3},
+    record = {"experiment": "mine", "params": {"drafter": drafter, "gamma": 3} | params,
               "metrics": metrics, "series": {}, "tags": tags or {"device": "cpu"}}  # fmt: skip
     (attempt / results.RESULT).write_text(json.dumps(record))
     cells = [{"cell_type": "markdown", "source": markdown}]
@@ -298,6 +301,22 @@ def test_widened_interval_of_a_share_stays_a_share(store):
     committed("a", high)
     committed("b", {"acceptance/rate": 0.1}, drafter="suffix")
     assert "97% [89%, 100%] accepted as one of 2 runs" in report.answer(report.of("mine"))
+
+
+@pytest.mark.parametrize("interval", [False, True])
+def test_drafts_of_different_lengths_are_compared_by_tokens_per_pass(store, interval):
+    for gamma, rate, length in ((1, 0.6, 1.6), (5, 0.27, 2.37)):
+        of_rate = {f"acceptance/rate_ci_{end}": rate + more for end, more in ENDS.items()}
+        of_length = {f"acceptance/length_ci_{end}": length + more for end, more in ENDS.items()}
+        logged = {"acceptance/rate": rate, "acceptance/length": length} | of_rate
+        committed(f"{gamma}", logged | (of_length if interval else {}), gamma=gamma)
+    answer = report.answer(report.of("mine"))
+    figure, first = "2.37", "without an interval, so nothing is certain. It is the most of 2 runs."
+    if interval:
+        figure, first = "2.37 [2.32, 2.42]", "the most of 2 runs, certainly more than the others."
+    assert answer.startswith(f"ngram gamma=5: {figure} tokens per target pass over 3 prompts")
+    assert f"{first} A longer draft has more, and costs more: only a speedup says" in answer
+    assert not re.search("best|better", answer)
 
 
 def test_value_without_interval_is_not_certain(store):
