@@ -7,12 +7,8 @@ MLflow UI of the machine that has them.
 """
 
 import base64
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,18 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
-from specexp.errors import UserError, counted, meant_beside
+from specexp.errors import UserError, brief, counted, meant_beside
 from specexp.terminal import harmless
 from specexp.tracking import compare, mlflow_view, provenance, results, runs
 from specexp.zoo import files
 
 TEMPLATE = "report.html"
 UI = "http://127.0.0.1:5000"  # of `specexp ui`
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-INERT = ("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update")  # fmt: skip
 PNG = b"\x89PNG\r\n\x1a\n"
+SETTING = ("target", "prompts", "limit", "chat", "temperature", "temperatures", "top_k", "top_p",
+           "min_p", "sampling", "max_new_tokens")  # fmt: skip
+USUAL = {"chat": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given"}
 MOST_FIGURES = 40  # of one experiment: some megabytes
 FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
 DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
@@ -371,6 +368,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     made_with = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in FACTS}
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
+        "setting": setting(part), "grids": as_grids(part),
         "compared": rows, "even": even,
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
@@ -378,6 +376,37 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
         "commands": commands_to_repeat(part),
         "runs": [(run.tags.get("name", run.label), run.folder.name, run.link) for run in part],
     }  # fmt: skip
+
+
+def setting(part: Sequence[Run]) -> str:
+    """Target, prompts and sampling of these runs, without what is as usual."""
+    params, words = [run.record["params"] for run in part], list[str]()
+    counts = dict.fromkeys(str(run.prompts) for run in part if run.prompts)
+    for name in SETTING:
+        given = [each[name] for each in params if name in each]
+        if all(value == USUAL.get(name) for value in given) or (name == "limit" and counts):
+            continue
+        number = f" ({' / '.join(counts)} used)" * (name == "prompts" and bool(counts))
+        words.append(f"{name} {' / '.join(dict.fromkeys(brief(v, given) for v in given))}{number}")
+    return "; ".join(words)
+
+
+def as_grids(part: Sequence[Run]) -> list[str]:
+    """The parameters of these runs as grid files, one a notebook. Their paths are those of the
+    notebook, so they are right beside it."""
+    by_notebook, written = dict[str, list[dict[str, Any]]](), list[str]()
+    for run in part:
+        source = run.tags.get("mlflow.source.name", "")
+        by_notebook.setdefault(source, []).append(run.result["params"])
+    for source, each in by_notebook.items():
+        fixed = {n: v for n, v in each[0].items() if all(repr(p.get(n)) == repr(v) for p in each)}
+        own = [{n: v for n, v in params.items() if n not in fixed} for params in each]
+        points = [point for i, point in enumerate(own) if point and point not in own[:i]]
+        grid = {"notebook": source, "experiment": part[0].experiment, "fixed": fixed,
+                "include": points}  # fmt: skip
+        grid = {name: value for name, value in grid.items() if value}
+        written.append(yaml.safe_dump(grid, sort_keys=False, allow_unicode=True))
+    return written
 
 
 def frame(part: Sequence[Run]) -> pd.DataFrame:
@@ -418,26 +447,3 @@ def write(everything: Sequence[Run], out: Path | None = None, names: Collection[
     with files.whole(out) as partial:
         partial.write_bytes(page(everything).encode(errors="replace"))
     return out
-
-
-def chromium() -> list[str]:
-    """The command of a Chromium that shows no window and asks no network of its own. Raises
-    UserError if there is none."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        names = ", ".join(BROWSERS)
-        raise UserError(f"no Chromium on PATH ({names}): install one, or print the page by hand")
-    return [browser, *INERT, *["--no-sandbox"] * (os.geteuid() == 0)]  # as root it needs that
-
-
-def print_pdf(html: Path) -> Path:
-    """Print a page to a PDF file beside it; returns its path. Raises UserError."""
-    pdf = html.with_suffix(".pdf").resolve()
-    with tempfile.TemporaryDirectory() as profile:
-        line = [*chromium(), f"--user-data-dir={profile}", "--no-pdf-header-footer",
-                f"--print-to-pdf={pdf}", html.resolve().as_uri()]  # fmt: skip
-        ran = subprocess.run(line, capture_output=True, text=True, check=False)
-    if ran.returncode or not pdf.is_file():
-        last = (ran.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UserError(f"Chromium could not print {html}: {last:.200}")
-    return pdf

@@ -12,6 +12,7 @@ from support.stores import active, go, quiet
 
 from specexp.commands import app
 from specexp.errors import UserError
+from specexp.grids import grid_file
 from specexp.tracking import audit, compare, mlflow_view, presence, rebuild, report, results
 from specexp.tracking import runs as track
 
@@ -94,8 +95,34 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert "results/b" in text
     assert html.count("data:image/png;base64,") == 2
     folded = [name for name, _ in page.attributes if name == "open"]
-    assert (html.count("<details"), len(folded)) == (2, 1), "the best run's figures are open"
+    assert (html.count("<details"), len(folded)) == (3, 1), "the best run's figures are open"
     assert text.index("ngram: 1 figure") < text.index("suffix: 1 figure")
+
+
+def test_page_says_what_was_run_and_holds_a_grid_file_that_runs_it_again(store, tmp_path):
+    source = {"mlflow.source.name": "notebooks/10_acceptance.ipynb", "device": "cpu"}
+    fixed = {"target": "../models/acme-10m", "prompts": "../mine.jsonl", "top_p": 1.0,
+             "temperatures": [0.0, 1.0], "limit": 40, "max_new_tokens": 32}  # fmt: skip
+    for gamma in (1, 5):
+        committed(f"{gamma}", FAST, tags=source, gamma=gamma, **fixed)
+    part = report.of("mine")
+    assert report.setting(part) == (
+        "target acme-10m; prompts mine.jsonl (3 used); temperatures [0.0, 1.0]; max_new_tokens 32"
+    )
+    text = Reader(report.page(part)).text
+    assert report.setting(part) in text
+    [grid] = report.as_grids(part)
+    assert grid in text
+    (tmp_path / "again.yaml").write_text(grid)
+    problems = grid_file.Report([])
+    again = grid_file.read(tmp_path / "again.yaml", problems)
+    assert problems.problems == []
+    points = [params for params, _ in again.combinations()]
+    assert len(points) == 2
+    assert all(
+        run.record["params"].items() <= point.items()
+        for run, point in zip(part, points, strict=True)
+    )
 
 
 def test_commands_say_that_a_commit_lacks_what_ran(store):
