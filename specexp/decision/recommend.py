@@ -106,12 +106,13 @@ class Plan:
 @dataclass(frozen=True)
 class Advice:
     """plans: the best first, of all drafters measured in a situation. left_out: the results that
-    were not used, and why."""
+    were not used, and why. remedy: how to measure those of doubtful timings again."""
 
     situation: Situation
     plans: tuple[Plan, ...]
     measured: tuple[Measured, ...]
     left_out: tuple[tuple[str, str], ...]
+    remedy: str = ""
 
     @property
     def best(self) -> Plan | None:
@@ -126,7 +127,7 @@ class Advice:
         if not self.plans:
             return (
                 f"Nothing can be said: of {counted(len(self.left_out), 'result')} none has a "
-                "speedup that can be trusted. Run them again with nothing else running."
+                "speedup that can be trusted."
             )
         first = self.plans[0].alone
         batch = f"in a batch of {first.batch}" if first.batch > 1 else "for one stream"
@@ -178,7 +179,8 @@ class Advice:
         return pd.DataFrame(rows, columns=[*(f.name for f in fields(Measured)), "best", "on"])
 
     def __str__(self) -> str:
-        return f"{self.situation.target} ({self.situation}): {self.verdict()}"
+        remedy = f" {self.remedy}" * bool(self.remedy)
+        return f"{self.situation.target} ({self.situation}): {self.verdict()}{remedy}"
 
 
 def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[Advice]:
@@ -259,7 +261,8 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     drafters = dict.fromkeys(m.drafter for m in competing)
     plans = [_plan(name, [m for m in competing if m.drafter == name]) for name in drafters]
     plans.sort(key=lambda plan: (not plan.steps, plan.alone.batch, -plan.alone.speedup))
-    return Advice(situation, tuple(plans), tuple(competing), tuple(left_out))
+    remedy = report.remedy(run for run, _ in known if SPEEDUP.metric in run.metrics)
+    return Advice(situation, tuple(plans), tuple(competing), tuple(left_out), remedy)
 
 
 def _unusable(run: report.Run) -> str:

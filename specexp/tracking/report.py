@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from specexp.errors import UserError, brief, counted, meant_beside
 from specexp.terminal import harmless
@@ -113,7 +112,7 @@ class Run:
         """Why this run's timings should not be trusted."""
         logged = {"metrics": self.metrics, "tags": self.tags}
         reasons = mlflow_view.doubts(logged)
-        if mlflow_view.is_timed(logged) and (drift := _drift(self.rounds)) > DRIFT:
+        if mlflow_view.is_timed(logged) and (drift := compare.drift(self.rounds)) > DRIFT:
             reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
         return reasons
 
@@ -139,19 +138,6 @@ class Run:
 def _plain(markdown: str) -> str:
     """A paragraph without marks of emphasis, on one line."""
     return re.sub(r"\*\*|`|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)", "", " ".join(markdown.split()))
-
-
-def _drift(rounds: pd.DataFrame) -> float:
-    """Plain decoding's seconds per token in the slowest repeat over those in the fastest, at the
-    batch size where they differ most; 1 without repeats."""
-    table = rounds.select_dtypes("number")
-    if not {"repeat", "plain_s", "plain_tokens"} <= set(table):
-        return 1.0
-    batch = table["batch"] if "batch" in table else pd.Series(1, table.index)
-    once = table.assign(batch=batch).drop_duplicates(["batch", "repeat", "plain_s"])
-    sums = once.groupby(["batch", "repeat"])[["plain_s", "plain_tokens"]].sum()
-    pace = (sums["plain_s"] / sums["plain_tokens"]).groupby("batch")
-    return float((pace.max() / pace.min()).max())
 
 
 # --- which results -------------------------------------------------------------------------------
@@ -372,7 +358,8 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
         "compared": rows, "even": even,
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
-        "exactness": exactness(part), "doubts": doubts, "environment": made_with,
+        "exactness": exactness(part), "doubts": doubts,
+        "remedy": remedy(part), "environment": made_with,
         "commands": commands_to_repeat(part),
         "runs": [(run.tags.get("name", run.label), run.folder.name, run.link) for run in part],
     }  # fmt: skip
@@ -392,21 +379,12 @@ def setting(part: Sequence[Run]) -> str:
 
 
 def as_grids(part: Sequence[Run]) -> list[str]:
-    """The parameters of these runs as grid files, one a notebook. Their paths are those of the
-    notebook, so they are right beside it."""
-    by_notebook, written = dict[str, list[dict[str, Any]]](), list[str]()
+    """The parameters of these runs as grid files, one a notebook."""
+    by_notebook = dict[str, list[dict[str, Any]]]()
     for run in part:
         source = run.tags.get("mlflow.source.name", "")
         by_notebook.setdefault(source, []).append(run.result["params"])
-    for source, each in by_notebook.items():
-        fixed = {n: v for n, v in each[0].items() if all(repr(p.get(n)) == repr(v) for p in each)}
-        own = [{n: v for n, v in params.items() if n not in fixed} for params in each]
-        points = [point for i, point in enumerate(own) if point and point not in own[:i]]
-        grid = {"notebook": source, "experiment": part[0].experiment, "fixed": fixed,
-                "include": points}  # fmt: skip
-        grid = {name: value for name, value in grid.items() if value}
-        written.append(yaml.safe_dump(grid, sort_keys=False, allow_unicode=True))
-    return written
+    return [provenance.as_grid(part[0].experiment, *each) for each in by_notebook.items()]
 
 
 def frame(part: Sequence[Run]) -> pd.DataFrame:
@@ -423,16 +401,30 @@ def frame(part: Sequence[Run]) -> pd.DataFrame:
 
 def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     """The commands that run these points again, for a shell; none if no grid ran them."""
-    gridded = [run.tags for run in part if "grid" in run.tags]
-    files = {tags.get("grid.file") or f"{tags['grid']}.yaml" for tags in gridded}
     commits = {run.tags.get("git.commit", "") for run in part}
     commit = commits.pop() if len(commits) == 1 else ""
     dirty = any(run.tags.get("git.dirty") == "true" for run in part)
     changed = "  # and uncommitted changes" * dirty
     whole = re.fullmatch("[0-9a-f]{40}", commit)
     checkout = [f"git checkout {commit}{changed}"] if whole else []
-    grids = [f"specexp grid run {shlex.quote(file)}" for file in sorted(files)]
+    grids = [f"specexp grid run {file}" for file in _grid_files(part)]
     return [*checkout, *grids] if grids else []
+
+
+def remedy(part: Iterable[Run]) -> str:
+    """How to measure again what is doubtful; "" if nothing is."""
+    doubtful = [run for run in part if run.doubts]
+    files = " ".join(_grid_files(doubtful))
+    how = f"specexp grid run {files} --retry-doubtful" if files else "run their notebooks again"
+    what = "To measure doubtful timings again, with nothing else running"
+    return f"{what}: {how}" * bool(doubtful)
+
+
+def _grid_files(part: Sequence[Run]) -> list[str]:
+    """The grid files that ran these points, for a shell."""
+    gridded = [run.tags for run in part if "grid" in run.tags]
+    files = {tags.get("grid.file") or f"{tags['grid']}.yaml" for tags in gridded}
+    return sorted(map(shlex.quote, files))
 
 
 def write(everything: Sequence[Run], out: Path | None = None, names: Collection[str] = ()) -> Path:

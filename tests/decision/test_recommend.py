@@ -149,6 +149,7 @@ def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
         "mine: eagle": "a policy chose its draft lengths",
     }
     assert "of 5 results none has a speedup that can be trusted" in advice.verdict()
+    assert "To measure doubtful timings again, with nothing else running: run their" in str(advice)
 
 
 def test_only_results_of_one_situation_are_joined(store):

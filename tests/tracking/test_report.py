@@ -376,7 +376,9 @@ def test_doubtful_timing_is_marked(store, metrics, tags, slower, reason):
     assert bool(run.doubts) == bool(reason)
     assert reason in " ".join(run.doubts)
     assert ("certainly" in report.answer([run])) == (not reason)
-    assert ("doubtful" in Reader(report.page([run])).text) == bool(reason)
+    text = Reader(report.page([run])).text
+    assert ("doubtful" in text) == bool(reason)
+    assert ("running: specexp grid run 'of mine.yaml' --retry-doubtful" in text) == bool(reason)
 
 
 def test_a_reason_for_doubt_is_said_once_of_all_runs_that_it_holds_for(store):
