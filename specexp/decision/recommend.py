@@ -285,18 +285,19 @@ def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
     tree, gamma = params.get("tree", "chain"), _gamma(run)
     if gamma is None:
         return []
-    at = {1: (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
+    at = {(gamma, 1): (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
     ends = [series.get(f"speedup/at_batch_{end}", {}) for end in ("low", "high")]
     if all(ends):
-        curve = series["speedup/at_batch"].items()
-        at = {int(b): (v, *(end.get(b, v) for end in ends)) for b, v in curve}
-    draft = int(gamma) if tree == "chain" else str(tree)
+        alone = at if "speedup/best_gamma" in metrics else {}  # else it is of the smallest batch
+        curve, gamma = series["speedup/at_batch"].items(), params.get("gamma", gamma)
+        at = alone | {(gamma, int(b)): (v, *(end.get(b, v) for end in ends)) for b, v in curve}
     drafter = _named(str(params["drafter"]), params["target"])
     return [
-        Measured(drafter, draft, batch, value, low, high, run.prompts)
-        for batch, (value, low, high) in at.items()
+        Measured(drafter, int(gamma) if tree == "chain" else str(tree), batch, value, low, high,
+                 run.prompts)
+        for (gamma, batch), (value, low, high) in at.items()
         if 0 < low < high
-    ]
+    ]  # fmt: skip
 
 
 def _gamma(run: report.Run) -> Any:

@@ -146,7 +146,8 @@ def beside(record: Mapping[str, Any]) -> list[str]:
             f"{SPEEDUP.figure(at[n], low.get(n, at[n]), high.get(n, at[n]))} in a batch of {n}"
             for n in (min(at), max(at))
         )
-        words.append(f"{first}, {last}")
+        other = f"with one of {record['params'].get('gamma')}, "  # than the best
+        words.append(f"{other * ('speedup/best_gamma' in metrics)}{first}, {last}")
     return words
 
 
