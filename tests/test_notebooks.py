@@ -89,6 +89,11 @@ def test_notebooks_run_as_a_grid_and_are_compared(
     assert (by_name.loc[["acceptance"], kinds] >= 0).all(axis=None)
     assert by_name.loc["latency", "metrics.speedup/predicted"] > 0
     assert by_name.loc["throughput_under_batch", "metrics.speedup/at_largest_batch"] > 0
+    for end in ("low", "high"):
+        of_each = by_name.loc[
+            ["lesson", "throughput_under_batch"], f"metrics.speedup/at_batch_{end}"
+        ]
+        assert of_each.notna().all()
     assert by_name.loc["load_aware", "metrics.regret/worst"] < 1
     assert by_name.loc["load_aware", "metrics.simulated/throughput_off"] >= 0
     assert by_name.loc["break_even_map", "metrics.map/predicted_error"] >= 0

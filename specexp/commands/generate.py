@@ -93,8 +93,9 @@ def generate(
             _show(pairing, text, output, rounds, parents, legend=not every)
             doubt = f"; doubtful: runs differ by {speed['spread']:.1f}x, is the machine busy?"
             doubt = "; doubtful: its drafter remembers text" if exact.remembers else doubt
+            times = f"{speed['speedup']:.2f}x" if speed["clear"] else "no clear difference from"
             opt.say(
-                f"{speed['tokens_per_s']:.0f} tokens/s, {speed['speedup']:.2f}x plain decoding "
+                f"{speed['tokens_per_s']:.0f} tokens/s, {times} plain decoding "
                 f"({speed['plain_tokens_per_s']:.0f} tokens/s); the fastest of {RUNS} runs each"
                 f"{'' if speed['credible'] else doubt}",
                 f"{'NOT EXACT: ' * bool(exact.bugs or exact.lossy)}{exact}",
@@ -124,7 +125,8 @@ def _all(every: Sequence[tuple[Acceptance, dict[str, Any]]]) -> Iterator[str]:
 
 def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, Any], Output]:
     """Tokens per second of plain and of speculative decoding, both warm and in turns: the fastest
-    runs, how far runs differ, and whether that is credible. And the latter's last output."""
+    runs, how far runs differ, whether that is credible, and whether the two differ clearly: by more
+    than runs do, and by no more than the tokens per pass. And the latter's last output."""
     from specexp.measure import interleave
     from specexp.measure.hardware.machine import UNSTEADY
     from specexp.theory import credible
@@ -138,10 +140,12 @@ def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, 
     sides = [[turn.result.trace.tpot_s for turn in turns[arm]] for arm in arms]
     (plain_s, own_s), output = map(min, sides), turns["own"][-1].result
     spread, speedup = max(max(side) / min(side) for side in sides), plain_s / own_s
-    sure = spread < UNSTEADY and credible(speedup, output.acceptance.length)
+    length = output.acceptance.length
+    sure = spread < UNSTEADY and credible(speedup, length)
+    apart = max(sides[1]) < plain_s or own_s > max(sides[0])
     return {
         "tokens_per_s": 1 / own_s, "plain_tokens_per_s": 1 / plain_s, "speedup": speedup,
-        "runs": RUNS, "spread": spread, "credible": sure,
+        "runs": RUNS, "spread": spread, "credible": sure, "clear": apart and speedup <= length,
     }, output  # fmt: skip
 
 

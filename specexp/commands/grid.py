@@ -62,6 +62,9 @@ def run(
         False,
     ),
     retry_failed: bool = own("Run failed points again.", False),
+    retry_doubtful: bool = own(
+        "Run points of doubtful timings again; old results are kept.", False
+    ),
     force: bool = own("Run finished points again; old results are kept.", False),
     fresh: bool = own("Start every kernel from scratch instead of forking (slower).", False),
     yes: bool = YES,
@@ -82,8 +85,8 @@ def run(
 
         machines = OnRay(points, on, forked=not fresh, say=say)
     code = runner.run(
-        points, console, machines=machines, jobs=jobs, retry_failed=retry_failed, force=force,
-        forked=not fresh,
+        points, console, machines=machines, jobs=jobs, retry_failed=retry_failed,
+        retry_doubtful=retry_doubtful, force=force, forked=not fresh,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -104,8 +107,13 @@ def status(
 
     ran = any(map(results.listed, ("grids", "results", "failed"))) or None
     points = _points(files, only, yes, together, checked=False, may_compile=ran and False)
-    console.print(progress.status(points))
-    lines = progress.explain_reruns(points)
+    done = []
+    if ran:
+        from specexp.tracking import report
+
+        done = report.newest(f for p in points if results.intact(f := results.result_of(p.run_key)))
+    console.print(progress.status(points, done))
+    lines = [*progress.explain_reruns(points), *filter(None, [report.remedy(done)] if done else [])]
     try:
         lines += presence.find_gaps(progress.shown_as(points)).lines("`specexp grid run`")
     except (runs.StoreUnreachable, runs.StoreCorrupt) as e:

@@ -63,7 +63,7 @@ def recommend(
             {"target": advice.situation.target, "situation": str(advice.situation),
              "verdict": advice.verdict(), "drafters": advice.table().to_dict("records"),
              "measured": advice.speedups().to_dict("records"), "not_used": advice.left_out,
-             "engines": engine}
+             "remedy": advice.remedy, "engines": engine}
             for advice, engine in zip(every, options, strict=True)
         ]))  # fmt: skip
     else:
@@ -92,6 +92,8 @@ def _show(advice: Advice, engine: Mapping[str, str]) -> None:
         opt.say(f"Not used: {counted(len(advice.left_out), 'result')}")
         for name, why in advice.left_out[:MOST]:
             opt.say(f"  {name}: {why}")
+    if advice.remedy:
+        opt.say(advice.remedy)
     if engine:
         opt.say("In an engine (acceptance carries over, the speedup must be measured there):")
         for name, text in engine.items():

@@ -1,5 +1,9 @@
 """`specexp store` and `specexp ui`: results, and MLflow as a view of them."""
 
+import os
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import typer
@@ -12,6 +16,10 @@ app = typer.Typer(
     help="Check results, and publish them to MLflow's own database or to any server.",
     no_args_is_help=True,
 )
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+INERT = ("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update")  # fmt: skip
 
 
 def ui(
@@ -45,7 +53,7 @@ def report(
     if out is not None:
         opt.check_writable(out)
     if pdf:
-        reporting.chromium()
+        chromium()
     try:
         path = reporting.write(everything, out, [Path(what).name.replace(".yml", ".yaml")])
     except (OSError, UserError) as e:
@@ -54,8 +62,31 @@ def report(
             raise
         where = results.root() / "reports"
         raise UserError(f"cannot write to {where}: {why.strerror}; name a file with --out") from e
-    for written in [path, *([reporting.print_pdf(path)] if pdf else [])]:
+    for written in [path, *([print_pdf(path)] if pdf else [])]:
         opt.say(str(opt.relative(written)))
+
+
+def chromium() -> list[str]:
+    """The command of a Chromium that shows no window and asks no network of its own. Raises
+    UserError if there is none."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        names = ", ".join(BROWSERS)
+        raise UserError(f"no Chromium on PATH ({names}): install one, or print the page by hand")
+    return [browser, *INERT, *["--no-sandbox"] * (os.geteuid() == 0)]  # as root it needs that
+
+
+def print_pdf(html: Path) -> Path:
+    """Print a page to a PDF file beside it; returns its path. Raises UserError."""
+    pdf = html.with_suffix(".pdf").resolve()
+    with tempfile.TemporaryDirectory() as profile:
+        line = [*chromium(), f"--user-data-dir={profile}", "--no-pdf-header-footer",
+                f"--print-to-pdf={pdf}", html.resolve().as_uri()]  # fmt: skip
+        ran = subprocess.run(line, capture_output=True, text=True, check=False)
+    if ran.returncode or not pdf.is_file():
+        last = (ran.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(f"Chromium could not print {html}: {last:.200}")
+    return pdf
 
 
 @app.command("check", cls=opt.Command)

@@ -19,7 +19,7 @@ def text(advice: Advice, folder: Path) -> str:
     each with the draft length chosen in the largest, from there on in batches twice as large each.
     Raises UserError if there are none, or if no result can be trusted."""
     if not advice.plans:
-        raise UserError(advice.verdict())
+        raise UserError(str(advice))
     drafts = {
         plan.drafter: (chosen.draft, plan.largest)
         for plan in advice.plans

@@ -106,12 +106,13 @@ class Plan:
 @dataclass(frozen=True)
 class Advice:
     """plans: the best first, of all drafters measured in a situation. left_out: the results that
-    were not used, and why."""
+    were not used, and why. remedy: how to measure those of doubtful timings again."""
 
     situation: Situation
     plans: tuple[Plan, ...]
     measured: tuple[Measured, ...]
     left_out: tuple[tuple[str, str], ...]
+    remedy: str = ""
 
     @property
     def best(self) -> Plan | None:
@@ -126,7 +127,7 @@ class Advice:
         if not self.plans:
             return (
                 f"Nothing can be said: of {counted(len(self.left_out), 'result')} none has a "
-                "speedup that can be trusted. Run them again with nothing else running."
+                "speedup that can be trusted."
             )
         first = self.plans[0].alone
         batch = f"in a batch of {first.batch}" if first.batch > 1 else "for one stream"
@@ -178,7 +179,8 @@ class Advice:
         return pd.DataFrame(rows, columns=[*(f.name for f in fields(Measured)), "best", "on"])
 
     def __str__(self) -> str:
-        return f"{self.situation.target} ({self.situation}): {self.verdict()}"
+        remedy = f" {self.remedy}" * bool(self.remedy)
+        return f"{self.situation.target} ({self.situation}): {self.verdict()}{remedy}"
 
 
 def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[Advice]:
@@ -259,7 +261,8 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     drafters = dict.fromkeys(m.drafter for m in competing)
     plans = [_plan(name, [m for m in competing if m.drafter == name]) for name in drafters]
     plans.sort(key=lambda plan: (not plan.steps, plan.alone.batch, -plan.alone.speedup))
-    return Advice(situation, tuple(plans), tuple(competing), tuple(left_out))
+    remedy = report.remedy(run for run, _ in known if SPEEDUP.metric in run.metrics)
+    return Advice(situation, tuple(plans), tuple(competing), tuple(left_out), remedy)
 
 
 def _unusable(run: report.Run) -> str:
@@ -282,18 +285,19 @@ def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
     tree, gamma = params.get("tree", "chain"), _gamma(run)
     if gamma is None:
         return []
-    at = {1: (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
+    at = {(gamma, 1): (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
     ends = [series.get(f"speedup/at_batch_{end}", {}) for end in ("low", "high")]
     if all(ends):
-        curve = series["speedup/at_batch"].items()
-        at = {int(b): (v, *(end.get(b, v) for end in ends)) for b, v in curve}
-    draft = int(gamma) if tree == "chain" else str(tree)
+        alone = at if "speedup/best_gamma" in metrics else {}  # else it is of the smallest batch
+        curve, gamma = series["speedup/at_batch"].items(), params.get("gamma", gamma)
+        at = alone | {(gamma, int(b)): (v, *(end.get(b, v) for end in ends)) for b, v in curve}
     drafter = _named(str(params["drafter"]), params["target"])
     return [
-        Measured(drafter, draft, batch, value, low, high, run.prompts)
-        for batch, (value, low, high) in at.items()
+        Measured(drafter, int(gamma) if tree == "chain" else str(tree), batch, value, low, high,
+                 run.prompts)
+        for (gamma, batch), (value, low, high) in at.items()
         if 0 < low < high
-    ]
+    ]  # fmt: skip
 
 
 def _gamma(run: report.Run) -> Any:

@@ -176,10 +176,12 @@ def plans(speedups: pd.DataFrame, about: str | None = None) -> Figure:
         axes.set(xlabel="batch size (streams)", ylabel="")
         axes.grid(False)
         axes.tick_params(rotation=0)
-        on = table[table["on"]]
-        claim = "No drafter is certainly faster than plain decoding"
+        on, least = table[table["on"]], table["batch"].min()
+        where = f"in a batch of {least}" if least > 1 else "for one stream"
+        claim = f"No drafter is certainly faster than plain decoding {where}"
         if len(on):
             first = on[on["drafter"] == on["drafter"].iloc[0]]
             claim = f"{first['drafter'].iloc[0]} pays up to batch {first['batch'].max()}"
-        style.title(figure, f"{claim}; framed: where to draft", about)
+            claim += "; framed: where to draft"
+        style.title(figure, claim, about)
     return figure

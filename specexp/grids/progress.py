@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from rich import progress as bars
 from rich.console import Console
@@ -21,6 +22,9 @@ from specexp.grids import identity
 from specexp.grids.points import Point
 from specexp.terminal import ROWS, harmless, listing
 from specexp.tracking import presence, redact, results, runs
+
+if TYPE_CHECKING:
+    from specexp.tracking import report
 
 ERROR = "error.txt"  # in the folder of a failed attempt
 REMOVED = "the notebook removed its attempt folder, where its result belongs"
@@ -138,19 +142,21 @@ class Board:
         self._rows.update(self._whole, description=counts, completed=self.done + self.failed)
 
 
-def status(points: Sequence[Point]) -> Table:
-    """One row per point: done, running, failed (with its error) or to do (and why, if it has an
-    earlier result); the totals as caption, with the time left if points of each notebook are done.
-    Of more than ROWS points, those done have no row."""
+def status(points: Sequence[Point], done: Iterable[report.Run] = ()) -> Table:
+    """One row per point: done (and why its timing is doubtful), running, failed (with its error) or
+    to do (and why, if it has an earlier result); the totals as caption, with the time left if
+    points of each notebook are done. Of more than ROWS points, those done without doubt have no
+    row. done: the results of those done."""
     table = listing("state", "point", "run_key", "detail")
     failures, reasons = failures_of(points), reasons_to_run(points)
+    doubts = {run.folder.name: f"doubtful: {'; '.join(run.doubts)}" for run in done if run.doubts}
     counts = dict.fromkeys(STATES, 0)
     took, left = defaultdict[str, list[float]](list), list[str]()
     for point in points:
         result, holder = results.result_of(point.run_key), results.holder(point.run_key)
         kind, message = failures.get(point.run_key, ("", ""))
         if result.exists():
-            state, detail = "done", ""
+            state, detail = "done", doubts.get(point.run_key, "")
             seconds = float(results.read(result / results.TAGS).get("seconds", 0))
             took[point.notebook.name].append(seconds)
         elif holder:
@@ -161,11 +167,12 @@ def status(points: Sequence[Point]) -> Table:
             state, detail = "to do", reasons.get(point.run_key, "")
         counts[state] += 1
         left += [point.notebook.name] * (state in ("to do", "running"))
-        if state == "done" and len(points) > ROWS:
+        if state == "done" and not detail and len(points) > ROWS:
             continue
         key = point.run_key if "device" in point.identity.parts else ""  # else it is no result's
         table.add_row(Text(state, STATES[state]), Text(point.label), key, Text(detail))
     total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    total += f", {len(doubts)} of these doubtful" * bool(doubts)
     if left and took.keys() >= set(left):
         seconds = sum(fmean(took[name]) for name in left) / max(1, counts["running"])
         total += f"; about {duration(seconds)} left"

@@ -43,16 +43,16 @@ ROOM_PER_POINT = 2_000_000
 def run(
     points: Sequence[Point], console: Terminal | None = None, *,
     machines: local.Machines | None = None, jobs: int | None = None, retry_failed: bool = False,
-    force: bool = False, forked: bool = True,
+    retry_doubtful: bool = False, force: bool = False, forked: bool = True,
 ) -> int:  # fmt: skip
     """Run the points that have no result yet, print the comparison and write the report.
 
     machines: started if there is a point to run; by default this one, with kernels that are
     forked unless `forked` is false. jobs: points at once, by default what the machines have room
     for; `alone` ones have a machine to themselves. retry_failed: also run points that failed
-    before; force: run every point, even those with a result. Returns 0 all done and published,
-    1 some failed or unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143 stopped by
-    a signal.
+    before; retry_doubtful: and those of doubtful timings; force: every point, even those with a
+    result. Returns 0 all done and published, 1 some failed or unpublished, 3 store busy, 4 store
+    damaged, 5 disk full, 130 and 143 stopped by a signal.
     """
     console = console or Terminal()
     try:
@@ -64,7 +64,7 @@ def run(
                     board.say(f"cannot publish to MLflow for now, points run all the same: {e}")
                 for name in {name for p in points for name in p.grids}:
                     results.remember(name, {p.run_key for p in points if name in p.grids})
-            work = Work(points, board, retry_failed, force)
+            work = Work(points, board, retry_failed, force, retry_doubtful)
             with _signals(work):
                 work.compare_with_mlflow()
                 work.recover()
@@ -83,8 +83,10 @@ def run(
                 work.publish_rest()
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
-        done = report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
+        done = _done(points)
         compare.show(console, report.frame(done))
+        if remedy := report.remedy(done):
+            console.print(Text(remedy), soft_wrap=True)
         if work.published:
             rebuild.describe({p.experiment for p in points})
     except results.StoreBusy as e:
@@ -113,6 +115,7 @@ class Work:
     board: Board
     retry_failed: bool = False
     force: bool = False
+    retry_doubtful: bool = False
     queue: deque[Point] = field(default_factory=deque)
     published: int = 0
     unpublished: dict[Path, str] = field(default_factory=dict)  # and why
@@ -125,13 +128,19 @@ class Work:
         self._timing_lock: Callable[[], contextlib.AbstractContextManager[bool]]
         self._away = False
         self._earlier: set[str] = set()
+        self._again: set[str] = set()  # keys of points that run whatever result they have
 
     def plan(self) -> None:
         """Fill the queue. Raises OSError if the disk has too little space for its results."""
         self._earlier = {kept.name for kept in results.listed("failed")}
         failures = {} if self.retry_failed or self.force else failures_of(self.points)
+        if self.force:
+            self._again = {point.run_key for point in self.points}
+        elif self.retry_doubtful:
+            self._again = {run.folder.name for run in _done(self.points) if run.doubts}
         for point in self.points:
-            if not self.force and runs.published(results.result_of(point.run_key)):
+            again = point.run_key in self._again
+            if not again and runs.published(results.result_of(point.run_key)):
                 self.board.done += 1
             elif (
                 results.result_of(point.run_key).exists()  # but is not in MLflow yet
@@ -204,7 +213,7 @@ class Work:
                 return False
             self._recover(key)
             others = failures_of([point], ignoring=self._earlier)
-            if not self.force and results.result_of(key).exists():
+            if key not in self._again and results.result_of(key).exists():
                 self._report_done(point, "by another runner")
             elif others and others[key][0] not in RETRIED:
                 message = f"by another runner: {': '.join(others[key])}"
@@ -421,6 +430,11 @@ def _advice(force: bool) -> str:
     there = next(p for p in (results.root(), *results.root().parents) if p.exists())
     free_mb = shutil.disk_usage(there).free / 1e6
     return f"{free_mb:.0f} MB free; free up space and {_resume(force)}"
+
+
+def _done(points: Sequence[Point]) -> list[report.Run]:
+    """The results of these points."""
+    return report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
 
 
 def _report(points: Sequence[Point], done: Sequence[report.Run], console: Terminal) -> None:

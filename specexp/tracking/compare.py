@@ -34,6 +34,19 @@ def has_doubtful_timing(result: Path) -> bool:
     return any(map(mlflow_view.not_credible, results.runs_in(record).values()))
 
 
+def drift(rounds: pd.DataFrame) -> float:
+    """Plain decoding's seconds per token in the slowest repeat over those in the fastest, at the
+    batch size where they differ most; 1 without repeats."""
+    table = rounds.select_dtypes("number")
+    if not {"repeat", "plain_s", "plain_tokens"} <= set(table):
+        return 1.0
+    batch = table["batch"] if "batch" in table else pd.Series(1, table.index)
+    once = table.assign(batch=batch).drop_duplicates(["batch", "repeat", "plain_s"])
+    sums = once.groupby(["batch", "repeat"])[["plain_s", "plain_tokens"]].sum()
+    pace = (sums["plain_s"] / sums["plain_tokens"]).groupby("batch")
+    return float((pace.max() / pace.min()).max())
+
+
 def show(console: Console, runs: pd.DataFrame) -> None:
     """Print runs as tables, of each experiment the first ROWS, then where to find everything."""
     for experiment, part in runs.groupby("experiment") if len(runs) else ():

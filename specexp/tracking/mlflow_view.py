@@ -67,6 +67,17 @@ class Answer(NamedTuple):
         low, high = (metrics.get(f"{self.ends}_{side}", value) for side in ("low", "high"))
         return low, high
 
+    def together(self, metrics: Mapping[str, float], many: int) -> tuple[float, float]:
+        """The ends of the interval, widened so that those of `many` runs hold together; on a
+        logarithmic scale if it is of a ratio."""
+        value, (low, high) = metrics[self.metric], self.interval(metrics)
+        if self.even is not None and min(low, value, high) > 0:
+            return widened(value, low, high, many)
+        most = 1.0 if high <= 1 else math.inf  # a share stays one
+        least = 0.0 if low >= 0 else -math.inf  # a regret is negative where nothing is lost
+        low, high = (value + wider(many) * (end - value) for end in (low, high))
+        return max(least, low), min(most, high)
+
     def figure(self, value: float, low: float, high: float) -> str:
         """A value with its interval, if it has one: `1.42x [1.21, 1.66]`."""
         number, *ends = (f"{each:{self.digits}}" for each in (value, low, high))
@@ -94,15 +105,25 @@ def widened(value: float, low: float, high: float, many: int) -> tuple[float, fl
 
 SPEEDUP = Answer("speedup/measured", "speedup/ci", ".2f", "x", "", " of plain decoding's speed",
                  even=1)  # fmt: skip
+RATE = Answer("acceptance/rate", "acceptance/rate_ci", ".0%", "", " accepted",
+              " of draft tokens accepted", timed=False)  # fmt: skip
+LENGTH = Answer("acceptance/length", "acceptance/length_ci", ".2f", "", " tokens per pass",
+                " tokens per target pass", timed=False)  # fmt: skip
 ANSWERS = (
     Answer("fleet/replicas", "", ".0f", " replicas", "", "", least=True, timed=False),
-    Answer("regret/worst", "regret/worst", ".1%", "", " regret",
-           " of tokens/s lost at worst to the best fixed policy", least=True,
-           gained=(" gained", " of tokens/s gained at worst against the best fixed policy")),
+    Answer(
+        "regret/worst",
+        "regret/worst",
+        ".1%",
+        "",
+        " regret",
+        " of tokens/s lost at worst to the best fixed policy",
+        least=True,
+        gained=(" gained", " of tokens/s gained at worst against the best fixed policy"),
+    ),
     SPEEDUP,
-    Answer("acceptance/rate", "acceptance/rate_ci", ".0%", "", " accepted",
-           " of draft tokens accepted", timed=False),
-)  # fmt: skip
+    RATE,
+)
 
 
 BESIDE = {
@@ -125,7 +146,8 @@ def beside(record: Mapping[str, Any]) -> list[str]:
             f"{SPEEDUP.figure(at[n], low.get(n, at[n]), high.get(n, at[n]))} in a batch of {n}"
             for n in (min(at), max(at))
         )
-        words.append(f"{first}, {last}")
+        other = f"with one of {record['params'].get('gamma')}, "  # than the best
+        words.append(f"{other * ('speedup/best_gamma' in metrics)}{first}, {last}")
     return words
 
 

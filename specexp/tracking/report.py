@@ -7,35 +7,30 @@ MLflow UI of the machine that has them.
 """
 
 import base64
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby, islice
-from math import inf
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from specexp.errors import UserError, counted, meant_beside
+from specexp.errors import UserError, brief, counted, meant_beside
 from specexp.terminal import harmless
 from specexp.tracking import compare, mlflow_view, provenance, results, runs
 from specexp.zoo import files
 
 TEMPLATE = "report.html"
 UI = "http://127.0.0.1:5000"  # of `specexp ui`
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-INERT = ("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-         "--disable-background-networking", "--disable-component-update")  # fmt: skip
 PNG = b"\x89PNG\r\n\x1a\n"
+SETTING = ("target", "prompts", "limit", "chat", "temperature", "temperatures", "top_k", "top_p",
+           "min_p", "sampling", "max_new_tokens")  # fmt: skip
+USUAL = {"chat": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given"}
 MOST_FIGURES = 40  # of one experiment: some megabytes
 FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
 DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
@@ -117,7 +112,7 @@ class Run:
         """Why this run's timings should not be trusted."""
         logged = {"metrics": self.metrics, "tags": self.tags}
         reasons = mlflow_view.doubts(logged)
-        if mlflow_view.is_timed(logged) and (drift := _drift(self.rounds)) > DRIFT:
+        if mlflow_view.is_timed(logged) and (drift := compare.drift(self.rounds)) > DRIFT:
             reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
         return reasons
 
@@ -143,19 +138,6 @@ class Run:
 def _plain(markdown: str) -> str:
     """A paragraph without marks of emphasis, on one line."""
     return re.sub(r"\*\*|`|(?<!\w)\*(?=\w)|(?<=\w)\*(?!\w)", "", " ".join(markdown.split()))
-
-
-def _drift(rounds: pd.DataFrame) -> float:
-    """Plain decoding's seconds per token in the slowest repeat over those in the fastest, at the
-    batch size where they differ most; 1 without repeats."""
-    table = rounds.select_dtypes("number")
-    if not {"repeat", "plain_s", "plain_tokens"} <= set(table):
-        return 1.0
-    batch = table["batch"] if "batch" in table else pd.Series(1, table.index)
-    once = table.assign(batch=batch).drop_duplicates(["batch", "repeat", "plain_s"])
-    sums = once.groupby(["batch", "repeat"])[["plain_s", "plain_tokens"]].sum()
-    pace = (sums["plain_s"] / sums["plain_tokens"]).groupby("batch")
-    return float((pace.max() / pace.min()).max())
 
 
 # --- which results -------------------------------------------------------------------------------
@@ -218,14 +200,14 @@ def names_of(part: Sequence[Run]) -> dict[Run, str]:
 
 
 def answer(part: Sequence[Run]) -> str:
-    """What came out, in words: the best run with its own interval (that of its tag and of tables)
+    """What came out, in words: the first run with its own interval (that of its tag and of tables)
     and number of prompts, and which others are not certainly worse. What is called certain is so by
-    intervals that are widened (Bonferroni) for the best of several."""
+    intervals that are widened (Bonferroni) for the first of several."""
     if not (answering := _answering(part)):
-        return "No speedup or acceptance rate was logged; the table below has what was."
+        return "No speedup and no comparable acceptance was logged; the table below has what was."
     answer, having = answering
     many, best, names = len(having), having[0], names_of(part)
-    value, (low, high) = best.metrics[answer.metric], _interval(answer, best, many)
+    value, (low, high) = best.metrics[answer.metric], answer.together(best.metrics, many)
     has_interval = low < high
     text = f"{names[best]}: {answer.said(value, *answer.interval(best.metrics))[1]}"
     if best.prompts:
@@ -248,23 +230,28 @@ def answer(part: Sequence[Run]) -> str:
         return f"{text}. None of the {many} runs is called the best, as all timings are doubtful."
     if len(sure) == 1:
         return f"{text}. The timings of {counted(many - 1, 'other run')} are doubtful."
-    text += f". It is the best of {len(sure)} runs"
+    first, better, caveat = "best", "better", ""
+    if answer == mlflow_view.LENGTH:
+        first, better = "most", "more"
+        caveat = " A longer draft has more, and costs more: only a speedup says whether it pays."
+    text += f". It is the {first} of {len(sure)} runs"
     text += f", besides {many - len(sure)} of doubtful timings" * (len(sure) < many)
     if not has_interval:
-        return f"{text}."
-    others = ((names[run], *_interval(answer, run, many)) for run in sure if run is not best)
+        return f"{text}.{caveat}"
+    others = ((names[run], *answer.together(run.metrics, many)) for run in sure if run is not best)
     # the ends of a run without an interval are equal, and nothing is certain of it
     close = [s for s, least, most in others if least == most or max(least, low) <= min(most, high)]
-    rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}"
-    return f"{text}, " + (
-        f"not certainly better than {rest}." if close else "certainly better than the others."
-    )
+    rest = f"{', '.join(close[:4])}{' and more' * (len(close) > 4)}" if close else "the others"
+    return f"{text}, {'not ' * bool(close)}certainly {better} than {rest}.{caveat}"
 
 
 def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer, list[Run]] | None:
     """The first metric that answers and that runs have, with these runs, the best first: but those
-    of doubtful timings last."""
-    for answer in mlflow_view.ANSWERS:
+    of doubtful timings last. Drafts of different sizes are compared by acceptance length, as a
+    short one has a higher rate whatever it yields."""
+    sizes = {repr([run.record["params"].get(n) for n in ("gamma", "tree")]) for run in part}
+    by_length = {mlflow_view.RATE: mlflow_view.LENGTH} if len(sizes) > 1 else {}
+    for answer in (by_length.get(each, each) for each in mlflow_view.ANSWERS):
         if having := [run for run in part if answer.metric in run.metrics]:
             order = {run: run.metrics[answer.metric] for run in having}
             having.sort(key=order.__getitem__, reverse=not answer.least)
@@ -284,7 +271,8 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
     if not answering or len(answering[1]) == 1:
         return [], None
     (answer, having), names = answering, names_of(part)
-    ranges = [(run.metrics[answer.metric], *_interval(answer, run, len(having))) for run in having]
+    many, figures = len(having), [run.metrics for run in having]
+    ranges = [(each[answer.metric], *answer.together(each, many)) for each in figures]
     shown = [*chain(*ranges), *([] if answer.even is None else [answer.even])]
     least, width = min(shown), (max(shown) - min(shown)) or 1.0
 
@@ -297,18 +285,6 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
         for run, each in zip(having, ranges, strict=True)
     ]  # fmt: skip
     return rows, None if answer.even is None else place(answer.even)
-
-
-def _interval(answer: mlflow_view.Answer, run: Run, many: int) -> tuple[float, float]:
-    """A run's 95 % interval, widened so that those of `many` runs hold together, on a logarithmic
-    scale if it is of a ratio; the value twice if none was logged."""
-    value, (low, high) = run.metrics[answer.metric], answer.interval(run.metrics)
-    if answer.even is not None and min(low, value, high) > 0:
-        return mlflow_view.widened(value, low, high, many)
-    wider = mlflow_view.wider(many)
-    most = high if answer.even is not None or low == high else 1.0  # of a share
-    least = 0.0 if low >= 0 else -inf  # a regret is negative where nothing is lost
-    return max(least, value - wider * (value - low)), min(most, value + wider * (high - value))
 
 
 def exactness(part: Sequence[Run]) -> str:
@@ -378,13 +354,37 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     made_with = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in FACTS}
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
+        "setting": setting(part), "grids": as_grids(part),
         "compared": rows, "even": even,
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
-        "exactness": exactness(part), "doubts": doubts, "environment": made_with,
+        "exactness": exactness(part), "doubts": doubts,
+        "remedy": remedy(part), "environment": made_with,
         "commands": commands_to_repeat(part),
         "runs": [(run.tags.get("name", run.label), run.folder.name, run.link) for run in part],
     }  # fmt: skip
+
+
+def setting(part: Sequence[Run]) -> str:
+    """Target, prompts and sampling of these runs, without what is as usual."""
+    params, words = [run.record["params"] for run in part], list[str]()
+    counts = dict.fromkeys(str(run.prompts) for run in part if run.prompts)
+    for name in SETTING:
+        given = [each[name] for each in params if name in each]
+        if all(value == USUAL.get(name) for value in given) or (name == "limit" and counts):
+            continue
+        number = f" ({' / '.join(counts)} used)" * (name == "prompts" and bool(counts))
+        words.append(f"{name} {' / '.join(dict.fromkeys(brief(v, given) for v in given))}{number}")
+    return "; ".join(words)
+
+
+def as_grids(part: Sequence[Run]) -> list[str]:
+    """The parameters of these runs as grid files, one a notebook."""
+    by_notebook = dict[str, list[dict[str, Any]]]()
+    for run in part:
+        source = run.tags.get("mlflow.source.name", "")
+        by_notebook.setdefault(source, []).append(run.result["params"])
+    return [provenance.as_grid(part[0].experiment, *each) for each in by_notebook.items()]
 
 
 def frame(part: Sequence[Run]) -> pd.DataFrame:
@@ -401,16 +401,30 @@ def frame(part: Sequence[Run]) -> pd.DataFrame:
 
 def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     """The commands that run these points again, for a shell; none if no grid ran them."""
-    gridded = [run.tags for run in part if "grid" in run.tags]
-    files = {tags.get("grid.file") or f"{tags['grid']}.yaml" for tags in gridded}
     commits = {run.tags.get("git.commit", "") for run in part}
     commit = commits.pop() if len(commits) == 1 else ""
     dirty = any(run.tags.get("git.dirty") == "true" for run in part)
     changed = "  # and uncommitted changes" * dirty
     whole = re.fullmatch("[0-9a-f]{40}", commit)
     checkout = [f"git checkout {commit}{changed}"] if whole else []
-    grids = [f"specexp grid run {shlex.quote(file)}" for file in sorted(files)]
+    grids = [f"specexp grid run {file}" for file in _grid_files(part)]
     return [*checkout, *grids] if grids else []
+
+
+def remedy(part: Iterable[Run]) -> str:
+    """How to measure again what is doubtful; "" if nothing is."""
+    doubtful = [run for run in part if run.doubts]
+    files = " ".join(_grid_files(doubtful))
+    how = f"specexp grid run {files} --retry-doubtful" if files else "run their notebooks again"
+    what = "To measure doubtful timings again, with nothing else running"
+    return f"{what}: {how}" * bool(doubtful)
+
+
+def _grid_files(part: Sequence[Run]) -> list[str]:
+    """The grid files that ran these points, for a shell."""
+    gridded = [run.tags for run in part if "grid" in run.tags]
+    files = {tags.get("grid.file") or f"{tags['grid']}.yaml" for tags in gridded}
+    return sorted(map(shlex.quote, files))
 
 
 def write(everything: Sequence[Run], out: Path | None = None, names: Collection[str] = ()) -> Path:
@@ -425,26 +439,3 @@ def write(everything: Sequence[Run], out: Path | None = None, names: Collection[
     with files.whole(out) as partial:
         partial.write_bytes(page(everything).encode(errors="replace"))
     return out
-
-
-def chromium() -> list[str]:
-    """The command of a Chromium that shows no window and asks no network of its own. Raises
-    UserError if there is none."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        names = ", ".join(BROWSERS)
-        raise UserError(f"no Chromium on PATH ({names}): install one, or print the page by hand")
-    return [browser, *INERT, *["--no-sandbox"] * (os.geteuid() == 0)]  # as root it needs that
-
-
-def print_pdf(html: Path) -> Path:
-    """Print a page to a PDF file beside it; returns its path. Raises UserError."""
-    pdf = html.with_suffix(".pdf").resolve()
-    with tempfile.TemporaryDirectory() as profile:
-        line = [*chromium(), f"--user-data-dir={profile}", "--no-pdf-header-footer",
-                f"--print-to-pdf={pdf}", html.resolve().as_uri()]  # fmt: skip
-        ran = subprocess.run(line, capture_output=True, text=True, check=False)
-    if ran.returncode or not pdf.is_file():
-        last = (ran.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise UserError(f"Chromium could not print {html}: {last:.200}")
-    return pdf

@@ -26,8 +26,9 @@ from specexp.zoo import shelf
 MACHINE = {"device": "cpu", "processor": "AMD EPYC, 2 cores", "threads": "2"}
 
 
-def log(drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, **params):
-    """A committed result: `at` is the speedup of one stream, or one for each batch size."""
+def log(drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, best=None, **params):
+    """A committed result: `at` is the speedup of one stream, or one for each batch size. best: the
+    draft length of the former, if several were tried."""
     curve = at if isinstance(at, dict) else {1: at}
     first = curve[min(curve)]
     record = {
@@ -37,7 +38,7 @@ def log(drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, **params):
         "metrics": {
             "speedup/measured": first, "speedup/ci_low": first - half,
             "speedup/ci_high": first + half, "exact/pass": exact,
-        },
+        } | ({"speedup/best_gamma": best} if best else {}),
         "series": {
             f"speedup/at_batch{end}": {str(b): v + more for b, v in curve.items()}
             for end, more in (("", 0), ("_low", -half), ("_high", half))
@@ -101,6 +102,12 @@ def test_a_setting_under_load_competes_though_its_drafter_is_off_for_one_stream(
     assert only(advise()).verdict().endswith("It is not certainly better than suffix.")
 
 
+def test_the_best_of_several_draft_lengths_is_not_that_of_the_batches_beside_it(store):
+    log("ngram", {1: 1.5, 4: 1.2}, gamma=3, best=6)
+    measured = {(each.draft, each.batch) for each in only(advise()).measured}
+    assert measured == {(6, 1), (3, 1), (3, 4)}
+
+
 def test_what_was_not_measured_there_is_not_called_worse(store):
     log("ngram", 1.6)
     log("suffix", 1.2)
@@ -149,6 +156,7 @@ def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
         "mine: eagle": "a policy chose its draft lengths",
     }
     assert "of 5 results none has a speedup that can be trusted" in advice.verdict()
+    assert "To measure doubtful timings again, with nothing else running: run their" in str(advice)
 
 
 def test_only_results_of_one_situation_are_joined(store):

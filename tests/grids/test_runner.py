@@ -32,7 +32,7 @@ from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, _tidy
 from specexp.grids.machines import local
 from specexp.grids.progress import ERROR, Failure
 from specexp.terminal import harmless
-from specexp.tracking import audit, compare, rebuild, results, runs
+from specexp.tracking import audit, compare, rebuild, report, results, runs
 from specexp.tracking.results import claim, holder, intact
 
 pytestmark = pytest.mark.usefixtures("kept")
@@ -694,6 +694,29 @@ def test_stop_under_force_names_a_command_that_repeats_nothing(store, written, m
         code, said = go(written(1, 2), **options)
         assert code == run.INTERRUPTED
         assert f"finished points are kept; {advice}" in said
+
+
+def test_doubtful_timings_are_shown_and_measured_again_on_request(store, written, monkeypatch):
+    todo, execute, ran, busy = written(1, 2), local.execute, [], ["7.5"]
+
+    def execute_beside_others(point, attempt, *rest):
+        execute(point, attempt, *rest)
+        ran.append(point.params["x"])
+        record = json.loads((attempt / "result.json").read_text())
+        record["tags"] |= {"threads": "2", "load": busy[0] if ran[-1] == 2 else "0.5"}
+        (attempt / "result.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(local, "execute", execute_beside_others)
+    again = f"nothing else running: specexp grid run {todo[0].file} --retry-doubtful"
+    assert again in go(todo)[1]
+    assert again in go(todo)[1]
+    table = progress.status(todo, report.of("grid of trifles"))
+    _, detail = table.columns[3].cells
+    assert "doubtful: the load average was 7.5" in str(detail)
+    assert table.caption == "2 done, 1 of these doubtful"
+    busy[0] = "0.5"
+    assert again not in go(todo, retry_doubtful=True)[1]
+    assert ran == [1, 2, 2]
 
 
 def test_forced_result_replaces_one_of_a_later_clock(store, points):

@@ -10,7 +10,7 @@ from typing import Any
 
 import websocket
 
-from specexp.tracking import report
+from specexp.commands import store
 
 FIND = """(text => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -34,7 +34,7 @@ class Browser:
     def __init__(self, width: int, height: int, patience_s: float = 600) -> None:
         self.patience_s, self._sent = patience_s, 0
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        line = [*report.chromium(), f"--user-data-dir={self._profile.name}",
+        line = [*store.chromium(), f"--user-data-dir={self._profile.name}",
                 f"--window-size={width},{height}", "--remote-debugging-port=0"]  # fmt: skip
         self._process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
         listening = Path(self._profile.name, "DevToolsActivePort")

@@ -5,6 +5,7 @@ from support.browser import Browser
 from support.servers import Mlflow
 from support.stores import METRICS, quiet
 
+from specexp.commands.store import print_pdf
 from specexp.tracking import mlflow_view, rebuild, report
 from specexp.tracking import runs as track
 
@@ -59,7 +60,7 @@ def test_a_report_opens_offline_with_the_answer_in_sight(compared, width, height
     with Browser(width, height) as browser:
         browser.open(page.as_uri())
         browser.sees(answer())
-    assert report.print_pdf(page).read_bytes().startswith(b"%PDF")
+    assert print_pdf(page).read_bytes().startswith(b"%PDF")
 
 
 def test_runs_keep_their_names_whole_on_a_phone(compared):

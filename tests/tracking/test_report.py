@@ -12,10 +12,12 @@ from support.stores import active, go, quiet
 
 from specexp.commands import app
 from specexp.errors import UserError
+from specexp.grids import grid_file
 from specexp.tracking import audit, compare, mlflow_view, presence, rebuild, report, results
 from specexp.tracking import runs as track
 
 HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
+ENDS = {"low": -0.05, "high": 0.05}
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 SLOW, FAST = (
     {"speedup/measured": value, "speedup/ci_low": value - 0.1, "speedup/ci_high": value + 0.1,
@@ -50,10 +52,12 @@ class Reader(HTMLParser):
         self.text += data * (self.open[-1:] != ["style"])
 
 
-def committed(name, metrics, drafter="ngram", tags=None, rounds=None, markdown="# Faster?\n\nWhy."):
+def committed(
+    name, metrics, drafter="ngram", tags=None, rounds=None, markdown="# Faster?\n\nWhy.", **params
+):
     """A result with a figure, a notebook and a table of rounds."""
     attempt = results.new_attempt(name)
-    record = {"experiment": "mine", "params": {"drafter": drafter, "gamma": 3},
+    record = {"experiment": "mine", "params": {"drafter": drafter, "gamma": 3} | params,
               "metrics": metrics, "series": {}, "tags": tags or {"device": "cpu"}}  # fmt: skip
     (attempt / results.RESULT).write_text(json.dumps(record))
     cells = [{"cell_type": "markdown", "source": markdown}]
@@ -91,8 +95,34 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert "results/b" in text
     assert html.count("data:image/png;base64,") == 2
     folded = [name for name, _ in page.attributes if name == "open"]
-    assert (html.count("<details"), len(folded)) == (2, 1), "the best run's figures are open"
+    assert (html.count("<details"), len(folded)) == (3, 1), "the best run's figures are open"
     assert text.index("ngram: 1 figure") < text.index("suffix: 1 figure")
+
+
+def test_page_says_what_was_run_and_holds_a_grid_file_that_runs_it_again(store, tmp_path):
+    source = {"mlflow.source.name": "notebooks/10_acceptance.ipynb", "device": "cpu"}
+    fixed = {"target": "../models/acme-10m", "prompts": "../mine.jsonl", "top_p": 1.0,
+             "temperatures": [0.0, 1.0], "limit": 40, "max_new_tokens": 32}  # fmt: skip
+    for gamma in (1, 5):
+        committed(f"{gamma}", FAST, tags=source, gamma=gamma, **fixed)
+    part = report.of("mine")
+    assert report.setting(part) == (
+        "target acme-10m; prompts mine.jsonl (3 used); temperatures [0.0, 1.0]; max_new_tokens 32"
+    )
+    text = Reader(report.page(part)).text
+    assert report.setting(part) in text
+    [grid] = report.as_grids(part)
+    assert grid in text
+    (tmp_path / "again.yaml").write_text(grid)
+    problems = grid_file.Report([])
+    again = grid_file.read(tmp_path / "again.yaml", problems)
+    assert problems.problems == []
+    points = [params for params, _ in again.combinations()]
+    assert len(points) == 2
+    assert all(
+        run.record["params"].items() <= point.items()
+        for run, point in zip(part, points, strict=True)
+    )
 
 
 def test_commands_say_that_a_commit_lacks_what_ran(store):
@@ -205,7 +235,8 @@ def test_answer_says_which_draft_length_and_at_which_load_it_loses(store):
     }
     said = mlflow_view.answer_tags(run[0].record | {"series": by_batch})["mlflow.note.content"]
     assert "with a draft length of 4" in said
-    assert "1.90x [1.85, 1.95] in a batch of 1, 0.90x [0.85, 0.95] in a batch of 16" in said
+    of_three = "with one of 3, 1.90x [1.85, 1.95] in a batch of 1, 0.90x [0.85, 0.95] in a batch of"
+    assert of_three in said
     view = compare.overview(report.frame(run))
     assert list(view["best γ"]) == ["4"]
     assert list(view["slower in a batch of"]) == ["16"]
@@ -300,6 +331,22 @@ def test_widened_interval_of_a_share_stays_a_share(store):
     assert "97% [89%, 100%] accepted as one of 2 runs" in report.answer(report.of("mine"))
 
 
+@pytest.mark.parametrize("interval", [False, True])
+def test_drafts_of_different_lengths_are_compared_by_tokens_per_pass(store, interval):
+    for gamma, rate, length in ((1, 0.6, 1.6), (5, 0.27, 2.37)):
+        of_rate = {f"acceptance/rate_ci_{end}": rate + more for end, more in ENDS.items()}
+        of_length = {f"acceptance/length_ci_{end}": length + more for end, more in ENDS.items()}
+        logged = {"acceptance/rate": rate, "acceptance/length": length} | of_rate
+        committed(f"{gamma}", logged | (of_length if interval else {}), gamma=gamma)
+    answer = report.answer(report.of("mine"))
+    figure, first = "2.37", "without an interval, so nothing is certain. It is the most of 2 runs."
+    if interval:
+        figure, first = "2.37 [2.32, 2.42]", "the most of 2 runs, certainly more than the others."
+    assert answer.startswith(f"ngram gamma=5: {figure} tokens per target pass over 3 prompts")
+    assert f"{first} A longer draft has more, and costs more: only a speedup says" in answer
+    assert not re.search("best|better", answer)
+
+
 def test_value_without_interval_is_not_certain(store):
     committed("a", {"speedup/measured": 1.5})
     assert "nothing is certain" in report.answer(report.of("mine"))
@@ -330,7 +377,9 @@ def test_doubtful_timing_is_marked(store, metrics, tags, slower, reason):
     assert bool(run.doubts) == bool(reason)
     assert reason in " ".join(run.doubts)
     assert ("certainly" in report.answer([run])) == (not reason)
-    assert ("doubtful" in Reader(report.page([run])).text) == bool(reason)
+    text = Reader(report.page([run])).text
+    assert ("doubtful" in text) == bool(reason)
+    assert ("running: specexp grid run 'of mine.yaml' --retry-doubtful" in text) == bool(reason)
 
 
 def test_a_reason_for_doubt_is_said_once_of_all_runs_that_it_holds_for(store):
