@@ -87,8 +87,7 @@ def run(
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
         done = report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
         compare.show(console, report.frame(done))
-        if work.published:
-            rebuild.describe({p.experiment for p in points})
+        rebuild.describe()
     except results.StoreBusy as e:
         return _error(console, "busy", str(e), BUSY)
     except runs.StoreCorrupt as e:
@@ -116,7 +115,6 @@ class Work:
     retry_failed: bool = False
     force: bool = False
     queue: deque[Point] = field(default_factory=deque)
-    published: int = 0
     unpublished: dict[Path, str] = field(default_factory=dict)  # and why
     stopped: tuple[int, str] | None = None
 
@@ -295,7 +293,6 @@ class Work:
                     self.board.say(message, once=True)
                 else:
                     self.unpublished.pop(folder, None)
-                    self.published += 1
                 return not self._away
 
     def compare_with_mlflow(self) -> None:

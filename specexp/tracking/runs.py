@@ -127,6 +127,8 @@ def log(
     if attempt_folder := os.environ.get("SPECEXP_ATTEMPT"):
         _write(Path(attempt_folder), record, tables, figures)
         return
+    from specexp.tracking import rebuild
+
     key = f"byhand-{uuid.uuid4().hex[:10]}"
     with results.claim(key):
         attempt = results.new_attempt(key)
@@ -140,9 +142,11 @@ def log(
             with results.claim_or_wait("setup"):
                 initialise()
             publish(result)
+            rebuild.describe()
         except StoreUnreachable as e:
             why = "not in MLflow yet, publish it later with `specexp store rebuild`"
             why = "MLflow refused it" if isinstance(e, StoreRejected) else why
+            why = "its experiment's note is not renewed" if published(result) else why
             print(harmless(f"kept in {result}; {why}: {e}"))
             return
     print(harmless(f"logged to {where()}; compare with: specexp ui"))
