@@ -4,7 +4,7 @@ record, MLflow a view."""
 import contextlib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -81,7 +81,9 @@ def describe() -> None:
         part = [run for run in newest if run.experiment in names_of(experiment)]
         if not part:
             continue
-        runs.supersede(experiment.experiment_id, {(run.folder.name, run.rival) for run in part})
+        _supersede(
+            backend, experiment.experiment_id, {(run.folder.name, run.rival) for run in part}
+        )
         note = experiment.tags.get(mlflow_view.NOTE, "")
         if not note or note.endswith(mlflow_view.OWN):
             note = _note(backend, experiment, part)
@@ -100,6 +102,20 @@ def _state(folder: Path, before: Any) -> Any:
             same = before and before[0] == changed
             return before if same else [changed, presence.shown_as(folder)[0]]
     return None
+
+
+def _supersede(backend: Backend, experiment: str, current: Collection[tuple[str, str]]) -> None:
+    """Mark the results that this store shows in the experiment of this id, but for those of these
+    keys and rivals: the view and `runs.runs` leave out what a newer result of its point stands for.
+    """
+    with backend.reaching():
+        for run in filter(runs.is_ours, backend.runs(experiment, "attributes.status = 'FINISHED'")):
+            tags, run_id = run.data.tags, run.info.run_id
+            old = (tags["run_key"], runs.rival_of(run)) not in current
+            if old and mlflow_view.SUPERSEDED not in tags:
+                backend.client.set_tag(run_id, mlflow_view.SUPERSEDED, "yes")
+            elif not old and mlflow_view.SUPERSEDED in tags:
+                backend.client.delete_tag(run_id, mlflow_view.SUPERSEDED)
 
 
 def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:
