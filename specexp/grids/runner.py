@@ -87,8 +87,7 @@ def run(
         compare.show(console, report.frame(done))
         if remedy := report.remedy(done):
             console.print(Text(remedy), soft_wrap=True)
-        if work.published:
-            rebuild.describe({p.experiment for p in points})
+        rebuild.describe()
     except results.StoreBusy as e:
         return _error(console, "busy", str(e), BUSY)
     except runs.StoreCorrupt as e:
@@ -117,7 +116,6 @@ class Work:
     force: bool = False
     retry_doubtful: bool = False
     queue: deque[Point] = field(default_factory=deque)
-    published: int = 0
     unpublished: dict[Path, str] = field(default_factory=dict)  # and why
     stopped: tuple[int, str] | None = None
 
@@ -302,7 +300,6 @@ class Work:
                     self.board.say(message, once=True)
                 else:
                     self.unpublished.pop(folder, None)
-                    self.published += 1
                 return not self._away
 
     def compare_with_mlflow(self) -> None:

@@ -2,6 +2,7 @@
 record, MLflow a view."""
 
 import contextlib
+import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rich.text import Text
 from specexp.tracking import mlflow_view, presence, report, runs
 from specexp.tracking import results as store
 from specexp.tracking.mlflow_store import PROXIED, Backend, StoreUnreachable, names_of
+from specexp.zoo import files
 
 
 @dataclass(frozen=True)
@@ -58,28 +60,62 @@ def rebuild(console: Console) -> Rebuilt:
                 except runs.StoreRejected as e:
                     refused[folder] = str(e)
     published = [f for f in whole if f not in refused]
-    describe({str(store.read(f / store.RESULT).get("experiment")) for f in published})
+    describe()
     results = sum(f.parent.name == "results" for f in published)
     return Rebuilt(results, len(published) - results, aside, tuple(torn), refused)
 
 
-def describe(names: Collection[str]) -> None:
+def describe() -> None:
     """Mark what newer results supersede, write question, today's answer, links and commands to the
-    pages of these experiments, unless somebody wrote a text there, and a report to their artifacts.
-    Raises StoreUnreachable, StoreCorrupt, or OSError."""
-    folders, backend = store.listed("results"), runs.backend()
+    pages of experiments, unless somebody wrote a text there, and a report to their artifacts: of
+    those whose published results are others than when it was last done. Raises StoreUnreachable,
+    StoreCorrupt, or OSError."""
+    file, backend = runs.marker(store.folder("notes")), runs.backend()
+    before, folders = store.read(file), store.listed("results")
+    now = {f.name: each for f in folders if (each := _state(f, before.get(f.name)))}
+    changed = [n for n in now.keys() | before.keys() if now.get(n) != before.get(n)]
+    names = {each[n][1] for n in changed for each in (now, before) if n in each}
     every = (f for f in folders if presence.shown_as(f)[0] in names and store.intact(f))
-    newest = report.newest(every)
+    newest = report.newest(every) if names else []
     for experiment in backend.experiments() if newest and runs.has_database() else ():
         part = [run for run in newest if run.experiment in names_of(experiment)]
         if not part:
             continue
-        runs.supersede(experiment.experiment_id, {(run.folder.name, run.rival) for run in part})
-        before = experiment.tags.get(mlflow_view.NOTE, "")
-        if not before or before.endswith(mlflow_view.OWN):
+        _supersede(
+            backend, experiment.experiment_id, {(run.folder.name, run.rival) for run in part}
+        )
+        note = experiment.tags.get(mlflow_view.NOTE, "")
+        if not note or note.endswith(mlflow_view.OWN):
             note = _note(backend, experiment, part)
             with backend.reaching():
                 backend.client.set_experiment_tag(experiment.experiment_id, mlflow_view.NOTE, note)
+    if names:
+        with files.whole(file) as partial:
+            partial.write_text(json.dumps(now))
+
+
+def _state(folder: Path, before: Any) -> Any:
+    """When a published result last changed, and the experiment that shows it; else None."""
+    with store.ignoring_damage():
+        changed = folder.stat().st_mtime_ns  # also when it is published or renamed
+        if runs.published(folder):
+            same = before and before[0] == changed
+            return before if same else [changed, presence.shown_as(folder)[0]]
+    return None
+
+
+def _supersede(backend: Backend, experiment: str, current: Collection[tuple[str, str]]) -> None:
+    """Mark the results that this store shows in the experiment of this id, but for those of these
+    keys and rivals: the view and `runs.runs` leave out what a newer result of its point stands for.
+    """
+    with backend.reaching():
+        for run in filter(runs.is_ours, backend.runs(experiment, "attributes.status = 'FINISHED'")):
+            tags, run_id = run.data.tags, run.info.run_id
+            old = (tags["run_key"], runs.rival_of(run)) not in current
+            if old and mlflow_view.SUPERSEDED not in tags:
+                backend.client.set_tag(run_id, mlflow_view.SUPERSEDED, "yes")
+            elif not old and mlflow_view.SUPERSEDED in tags:
+                backend.client.delete_tag(run_id, mlflow_view.SUPERSEDED)
 
 
 def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:

@@ -7,6 +7,7 @@ MLflow UI of the machine that has them.
 """
 
 import base64
+import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -75,7 +76,8 @@ class Run:
     def point(self) -> tuple[str, ...]:
         """What two results of a point on a kind of device share, whatever code made them."""
         notebook, device = (self.tags.get(name, "") for name in ("notebook", "device"))
-        return self.experiment, notebook, device, repr(self.record["params"]), self.rival
+        params = json.dumps(self.record["params"], sort_keys=True)
+        return self.experiment, notebook, device, params, self.rival
 
     @property
     def label(self) -> str:
@@ -150,7 +152,8 @@ def of(what: str) -> list[Run]:
     if (path / results.RESULT).is_file():
         selected, hint = newest(filter(results.intact, [path])), "it is damaged"
     elif path.suffix in (".yaml", ".yml"):
-        selected = with_keys(results.keys_of(path.stem))
+        keys = results.keys_of(path.stem)
+        selected = newest(filter(results.intact, (f for f in every if f.name in keys)))
         hint = f"make them with `specexp grid run {what}`"
         hint = hint if path.is_file() else f"there is no such file{meant_beside(path)}"
     else:
@@ -161,12 +164,6 @@ def of(what: str) -> list[Run]:
     if not selected:
         raise UserError(f"no results of {what} in {results.root()}: {hint}")
     return selected
-
-
-def with_keys(keys: Iterable[str]) -> list[Run]:
-    """The runs of the results that have these run keys: of each point the newest."""
-    named = {*keys}
-    return newest(filter(results.intact, (f for f in results.listed("results") if f.name in named)))
 
 
 def newest(folders: Iterable[Path]) -> list[Run]:

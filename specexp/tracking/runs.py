@@ -16,7 +16,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,8 @@ def log(
     if attempt_folder := os.environ.get("SPECEXP_ATTEMPT"):
         _write(Path(attempt_folder), record, tables, figures)
         return
+    from specexp.tracking import rebuild
+
     key = f"byhand-{uuid.uuid4().hex[:10]}"
     with results.claim(key):
         attempt = results.new_attempt(key)
@@ -140,9 +142,11 @@ def log(
             with results.claim_or_wait("setup"):
                 initialise()
             publish(result)
+            rebuild.describe()
         except StoreUnreachable as e:
             why = "not in MLflow yet, publish it later with `specexp store rebuild`"
             why = "MLflow refused it" if isinstance(e, StoreRejected) else why
+            why = "its experiment's note is not renewed" if published(result) else why
             print(harmless(f"kept in {result}; {why}: {e}"))
             return
     print(harmless(f"logged to {where()}; compare with: specexp ui"))
@@ -241,7 +245,24 @@ def experiment_id(name: str) -> str:
                 raise
     if experiment.lifecycle_stage == "deleted":
         mlflow.restore_experiment(experiment.experiment_id)
+        _delete_replaced(experiment.experiment_id)
     return str(experiment.experiment_id)
+
+
+def _delete_replaced(experiment: str) -> None:
+    """Of a restored experiment, delete the runs of this store again that others had replaced:
+    MLflow restores all."""
+    kept: dict[tuple[str, str], list[str]] = {}
+    folders = [f for name in ("failed", "results") for f in results.listed(name) if published(f)]
+    for folder in sorted(folders, key=results.ended_ms):
+        key, kind = results.key_of(folder), folder.parent.name
+        if kind == "results":
+            kept.pop((key, "failed"), None)
+        kept[key, kind] = marker(folder).read_text().split()
+    ids = {run_id for run_ids in kept.values() for run_id in run_ids}
+    for run in filter(is_ours, backend().runs(experiment)):
+        if is_whole(run) and run.info.run_id not in ids:  # others are being published
+            client().delete_run(run.info.run_id)
 
 
 def published(folder: Path) -> bool:
@@ -358,19 +379,6 @@ def _files_of(folder: Path) -> list[Path]:
     """What is shown of a folder: all but what was added when it had been published."""
     added = {*folder.glob(f"{results.MARKER}*"), folder / results.NEW_NAMES}
     return [path for path in results.files_in(folder) if path not in added]
-
-
-def supersede(experiment: str, current: Collection[tuple[str, str]]) -> None:
-    """Mark the results that this store shows in the experiment of this id, but for those of these
-    keys and rivals: the view and `runs` leave out what a newer result of its point stands for."""
-    with backend().reaching():
-        for run in filter(is_ours, backend().runs(experiment, "attributes.status = 'FINISHED'")):
-            tags, run_id = run.data.tags, run.info.run_id
-            old = (tags["run_key"], rival_of(run)) not in current
-            if old and mlflow_view.SUPERSEDED not in tags:
-                client().set_tag(run_id, mlflow_view.SUPERSEDED, "yes")
-            elif not old and mlflow_view.SUPERSEDED in tags:
-                client().delete_tag(run_id, mlflow_view.SUPERSEDED)
 
 
 def is_whole(run: Any) -> bool:

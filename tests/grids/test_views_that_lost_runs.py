@@ -116,6 +116,17 @@ def test_runs_deleted_on_purpose_are_named_and_stay_deleted(store, written, what
     assert deleted in console.export_text()
 
 
+def test_restored_experiment_shows_no_run_that_another_had_replaced(store, written):
+    for options in ({}, {"force": True}):  # which replaces a result and a failure
+        assert go(written(1, 13), **options)[0] == 1
+    before = {run.info.run_id for run in active()}
+    runs.client().delete_experiment(runs.experiment_id("grid of trifles"))
+    assert go(written(1, 2, 13))[0] == 1
+    after = {run.info.run_id for run in active()}
+    assert (len(before), len(after), after > before) == (2, 3, True)
+    assert audit.problems() == []
+
+
 def test_failure_deleted_on_purpose_is_no_fault(store, written):
     todo = written(13)
     for _ in range(2):  # the run of the first gives way to that of the second

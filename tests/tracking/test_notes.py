@@ -52,6 +52,20 @@ def test_grid_run_and_rebuild_write_question_answer_link_and_commands(store, ask
     assert "best of 3 runs" in note()
 
 
+def test_note_that_a_killed_runner_left_is_renewed_by_the_next(store, asking, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    assert go(asking(1))[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuild, "describe", killed)
+        with pytest.raises(KeyboardInterrupt):
+            go(asking(1, 2))
+    assert "best of 2 runs" not in note()
+    assert "0 of 2 points to run" in go(asking(1, 2))[1]
+    assert "best of 2 runs" in note()
+
+
 def test_note_of_ones_own_is_kept(store, asking):
     experiment = track.experiment_id("grid of trifles")
     track.client().set_experiment_tag(experiment, mlflow_view.NOTE, "my own words")
@@ -66,11 +80,17 @@ def test_note_names_the_command_where_the_page_cannot_be_kept(store, asking, mon
 
 
 def test_note_of_runs_by_hand_has_no_grid_to_run(filled):
-    rebuild.rebuild(quiet())
     text = note("mine")
     assert "**mine**" in text
     assert "Run it again" not in text
     assert "1.25x" in text
+
+
+def test_a_run_by_hand_supersedes_an_earlier_one_of_its_parameters(store):
+    for speedup in (1.6, 1.1):
+        track.log("mine", {"drafter": "ngram"}, {"speedup/measured": speedup})
+    assert list(track.runs("mine")["metrics.speedup/measured"]) == [1.1]
+    assert note("mine").startswith("ngram by hand: 1.10x")
 
 
 def test_names_in_a_note_are_no_markup():

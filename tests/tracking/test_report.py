@@ -398,6 +398,15 @@ def test_a_point_is_shown_once_by_its_newest_intact_result(store):
     assert [run.folder for run in report.of(str(old))] == [old]
 
 
+def test_order_of_the_parameters_cell_makes_no_other_point(store):
+    for name, params in (("a", {"x": 1, "y": 2}), ("b", {"y": 2, "x": 1})):
+        attempt = results.new_attempt(name)
+        record = {"experiment": "mine", "params": params, "metrics": SLOW, "series": {}}
+        (attempt / results.RESULT).write_text(json.dumps(record))
+        results.commit(attempt, name, {"status": "FINISHED"})
+    assert [run.folder.name for run in report.of("mine")] == ["b"]
+
+
 def test_a_result_of_a_changed_point_is_marked_and_left_out_of_the_view(store):
     committed("a", FAST)
     rebuild.rebuild(quiet())

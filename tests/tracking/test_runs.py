@@ -325,8 +325,8 @@ def test_overview_tells_what_runs_were_made_with_where_it_differs():
 
 def test_runs_come_newest_first_across_experiments(store, monkeypatch):
     monkeypatch.setattr(track, "_RUNNERS", ())  # the test sets the tag of a grid
-    for name in ("one", "two", "one"):
-        track.log(name, {"x": 1}, METRICS, tags={"grid": "o'clock"})
+    for x, name in enumerate(("one", "two", "one")):
+        track.log(name, {"x": x}, METRICS, tags={"grid": "o'clock"})
         time.sleep(0.01)
     assert list(track.runs()["experiment"]) == ["one", "two", "one"]
     assert len(track.runs("one", "o'clock")) == 2
