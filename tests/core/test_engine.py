@@ -337,12 +337,33 @@ def test_drafter_whose_context_is_too_short_warns_once(caplog):
 def test_batch_drafts_while_its_longest_row_has_room():
     made = engine("model")
     made.drafter.context = 24
-    lengths = [len(prompt) for prompt in PROMPTS]
+    lengths = {row: len(prompt) for row, prompt in enumerate(PROMPTS)}
+    depths = []
     for made_round in made.generate(PROMPTS, NEW).trace.rounds:
-        assert made_round.depth == max(0, min(4, 24 - max(lengths)))
+        assert made_round.depth == max(0, min(4, 24 - max(lengths.values())))
+        depths.append(made_round.depth)
         for step in made_round.steps:
             lengths[step.row] += step.emitted
-    assert max(lengths) > 24
+            if step.done:
+                del lengths[step.row]
+    assert 0 in depths
+
+
+def test_rows_that_are_done_decide_nothing():
+    """Neither how much room the drafter has, nor what a policy takes for the load."""
+    long, loads = [*range(1, 31)], []
+
+    class Noting(Fixed):
+        def choose(self, load):
+            loads.append(load.rows)
+            return super().choose(load)
+
+    [[first]] = engine("null").generate([long], 1).tokens
+    made = Engine.of(engine("model", eos=(first,)), policy=Noting(Tree.chain(4)))
+    made.drafter.context = 28
+    trace = made.generate([[7, 7, 7], long], 8).trace
+    assert [made_round.depth for made_round in trace.rounds][:2] == [0, 4]
+    assert loads[:2] == [2, 1]
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
