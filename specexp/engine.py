@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from operator import add
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
@@ -221,24 +222,26 @@ class Engine:
         begin = time.perf_counter()
         seqs = self.begin(batch)
         trace.prefill_s = time.perf_counter() - begin
-        load = Load(len(lengths), batch.tokens.shape[1])
         limits = [length + max_new_tokens for length in lengths]
         left = max_new_tokens  # the most tokens that any row still needs
+        live = [1] * len(lengths)  # by the last report
         behind = 0  # tokens per row committed since the drafter last drafted
-        # rounds under way: their trees, what waits for their reports, and `Recorder.steady` of each
-        running: deque[tuple[Tree, Callable[[], Reports], bool]] = deque()
+        # rounds under way: the load and the tree of each, what waits for its report, and whether it
+        # was `Recorder.steady`
+        running: deque[tuple[Load, Tree, Callable[[], Reports], bool]] = deque()
         while left:
             while len(running) <= self.ahead:
-                pending = sum(tree.depth + 1 for tree, *_ in running)  # tokens a row, at most
+                pending = sum(tree.depth + 1 for _, tree, *_ in running)  # tokens a row, at most
                 if running and pending >= left:
                     break  # the rounds under way may finish every row
-                tree, hold = self._next(load, max(lengths) + pending)
+                load = Load(sum(live), batch.tokens.shape[1])
+                tree, hold = self._next(load, max(compress(lengths, live)) + pending)
                 if tree.depth and behind:
                     self.drafter.catch_up(seqs, behind)
                 behind = 0 if tree.depth else behind + 1
                 wait = self.start(seqs, tree, hold)
-                running.append((tree, wait, self.recorder.steady))
-            tree, wait, steady = running.popleft()
+                running.append((load, tree, wait, self.recorder.steady))
+            load, tree, wait, steady = running.popleft()
             reports = wait()
             behind += (len(reports) - 1) * (not tree.depth)
             for report, now in reports:

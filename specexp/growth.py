@@ -119,7 +119,7 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
     ancestors = (torch.arange(M, device=device) == 0).expand(B, 1, M)
     zero = torch.zeros(B, 1, dtype=torch.int64, device=device)
     level = Level(0, slice(0, 1), seqs.drafting(seqs.root, 0), zero, ancestors)
-    fed_confidence = torch.zeros(B, 1, device=device)  # logarithms, of the nodes of `level`
+    fed_confidence = zero.float()  # logarithms, of the nodes of `level`
     fed_number = zero  # candidates are numbered as they come; the root is 0
     candidates: list[tuple[Tensor, ...]] = []  # tokens, confidence, parent's number, place; [B, n]
     count = 1

@@ -36,11 +36,11 @@ class Stream(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load when a round begins. rows: rows in the pass; context: slots that the pass reads;
-    waiting: requests in the queue; streams: the state of each row, None for a free one. Without
-    `streams` all rows are alike, and a plan has no budgets. read, read_s: the tokens of each pass
-    in which the drafter caught up before the round, and the seconds of these passes; they are known
-    only when the policy learns."""
+    """The load when a round begins. rows: rows in the pass, in `Engine.generate` those not done;
+    context: slots that the pass reads; waiting: requests in the queue; streams: the state of each
+    row, None for a free one. Without `streams` all rows are alike, and a plan has no budgets. read,
+    read_s: the tokens of each pass in which the drafter caught up before the round, and the seconds
+    of these passes; they are known only when the policy learns."""
 
     rows: int
     context: int

@@ -77,7 +77,7 @@ class Planted(Drafter):
         depth, parent = nodes.depth[:, 1:], nodes.parents[0, 1:]
         place = seqs.places(depth).clamp(max=seqs.tokens.shape[1] - 1)
         rank = torch.arange(1, len(tree), device=place.device) - nodes.children[0, parent, 0]
-        odds = torch.full(place.shape, self.alpha, device=place.device)
+        odds = torch.full(place.shape, self.alpha, dtype=torch.float32, device=place.device)
         salt, future = self.salt[seqs.rows], self.future[seqs.rows]
         keys = _COINS.keys(seqs.stream, seqs.length, depth)
         right = _COINS.bernoulli(odds, mix(keys + salt), 0) & (rank == 0)

@@ -38,7 +38,7 @@ class Suffix(Drafter):
         most = matched.amax(1, keepdim=True)
         # of each node: the row with its path, the places that match it, its estimated probability
         text, agree = [seqs.tokens], [(matched == most) & (most > 0)]
-        confidence = [torch.ones(B, 1, device=place.device)]
+        confidence = [torch.ones(B, 1, dtype=torch.float32, device=place.device)]
         drafted: list[Tensor] = []
         for parent, children in enumerate(tree.degrees):
             if not children:
@@ -51,7 +51,7 @@ class Suffix(Drafter):
             votes = voters.new_zeros(B, self.vocab + 1).scatter_add(1, bins, voters)
             latest = torch.zeros_like(votes).scatter_reduce(1, bins, voters * (place + 1), "amax")
             best = (votes * (S + 1) + latest)[:, :-1].topk(children).indices
-            share = votes.gather(1, best) / voters.sum(1, keepdim=True).clamp(min=1)
+            share = votes.gather(1, best).float() / voters.sum(1, keepdim=True).clamp(min=1)
             for rank in range(children):
                 token = best[:, rank : rank + 1]
                 probability = confidence[parent] * share[:, rank : rank + 1]

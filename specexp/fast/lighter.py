@@ -77,7 +77,7 @@ def gates(part: Any) -> bool | None:
     if {name for name, _ in part.named_children()} - {"act_fn"} != MLP:
         return None
     try:
-        x = torch.linspace(-8, 8, 1000)
+        x = torch.linspace(-8, 8, 1000, dtype=torch.float32)
         theirs, one = part.act_fn(x), torch.ones_like(x)
         tanh = not torch.allclose(theirs, gated(x, one, False), atol=1e-6)
         if tanh and not torch.allclose(theirs, gated(x, one, True), atol=1e-6):

@@ -152,8 +152,9 @@ class Recordings(Recorder):
 
 def _key(engine: Engine, seqs: Sequences, of: Hashable) -> Hashable:
     """The key of a stage of a round, which holds all that the stage depends on besides its inputs:
-    `of`, settings, and the memory it uses."""
-    parts = engine.target, engine.drafter, engine.rule, engine.sampling, engine.rng
+    `of`, settings, and the memory it uses. Drafter and rule, which may be unhashable or compare
+    equal to others, are known by their ids; the engine keeps them alive."""
+    parts = engine.target, id(engine.drafter), id(engine.rule), engine.sampling, engine.rng
     caches = ((lm.net, lm.cache and lm.cache.mark) for lm in engine.models)
     return of, seqs.address, torch.get_num_threads(), *parts, engine.drafter.shaped_by, *caches
 

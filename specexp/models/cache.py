@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from inspect import getmodule
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, proxy
+from weakref import proxy
 
 import torch
 import torch.nn.functional as F
@@ -133,7 +133,6 @@ class SlotCache(Cache):
     def __init__(self, kinds: Sequence[Layer] | int, batch: int, size: int, room: int = 1) -> None:
         self.kinds = (Layer(),) * kinds if isinstance(kinds, int) else tuple(kinds)
         self.mark = object()
-        self.drafters: WeakSet[Any] = WeakSet()  # whose memory was allocated with this buffer
         self.batch, self.size, self.seen = batch, size, size
         self.rows = slice(0, batch)
         self.visible: Branches | None = None

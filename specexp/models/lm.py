@@ -238,7 +238,7 @@ class LM:
         self.cache = SlotCache(self.layers, B, S, self.room)
         if parts:
             self.cache.states = recurrent.States(parts, B, self.room, self.refed, self.device)
-        self.fault = torch.zeros(B, device=self.device)
+        self.fault = torch.zeros(B, dtype=torch.float32, device=self.device)
 
     @torch.inference_mode()
     def feed(

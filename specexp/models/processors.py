@@ -107,7 +107,7 @@ class SequenceBias:
         if not all(bias < math.inf for bias in biases.values()):
             raise ValueError("a bias is a number or -inf")
         longer = sorted((row for row in biases if len(row) > 1), key=len)
-        self.alone = torch.zeros(vocab)
+        self.alone = torch.zeros(vocab, dtype=torch.float32)
         for row, bias in biases.items():
             if len(row) == 1:
                 self.alone[row[0]] = bias
@@ -116,7 +116,8 @@ class SequenceBias:
         starts = [[ANY] * (self.most + 1 - len(row)) + [*row[:-1]] for row in longer]
         self.starts = torch.tensor(starts, dtype=torch.int64, device=device)  # [K, most]
         self.last = torch.tensor([row[-1] for row in longer], dtype=torch.int64, device=device)
-        self.bias = torch.tensor([biases[row] for row in longer], device=device)
+        values = [biases[row] for row in longer]
+        self.bias = torch.tensor(values, dtype=torch.float32, device=device)
 
     def __call__(self, text: Tensor, length: Tensor, logits: Tensor) -> Tensor:
         bias = self.alone.to(logits.dtype).expand_as(logits)

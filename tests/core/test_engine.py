@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from support.tiny import (
 )  # fmt: skip
 
 from specexp import ops
+from specexp.drafters import Drafter
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.early_exit import first_layers
 from specexp.drafters.model import DraftModel
@@ -37,7 +39,7 @@ from specexp.engine import Engine
 from specexp.errors import NonFiniteLogits, UserError
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
-from specexp.rules import Reject
+from specexp.rules import Match, Reject
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences, Verdict
 from specexp.tree import Tree
@@ -337,12 +339,66 @@ def test_drafter_whose_context_is_too_short_warns_once(caplog):
 def test_batch_drafts_while_its_longest_row_has_room():
     made = engine("model")
     made.drafter.context = 24
-    lengths = [len(prompt) for prompt in PROMPTS]
+    lengths = {row: len(prompt) for row, prompt in enumerate(PROMPTS)}
+    depths = []
     for made_round in made.generate(PROMPTS, NEW).trace.rounds:
-        assert made_round.depth == max(0, min(4, 24 - max(lengths)))
+        assert made_round.depth == max(0, min(4, 24 - max(lengths.values())))
+        depths.append(made_round.depth)
         for step in made_round.steps:
             lengths[step.row] += step.emitted
-    assert max(lengths) > 24
+            if step.done:
+                del lengths[step.row]
+    assert 0 in depths
+
+
+def test_rows_that_are_done_decide_nothing():
+    """Neither how much room the drafter has, nor what a policy takes for the load."""
+    long, loads = [*range(1, 31)], []
+
+    class Noting(Fixed):
+        def choose(self, load):
+            loads.append(load.rows)
+            return super().choose(load)
+
+    [[first]] = engine("null").generate([long], 1).tokens
+    made = Engine.of(engine("model", eos=(first,)), policy=Noting(Tree.chain(4)))
+    made.drafter.context = 28
+    trace = made.generate([[7, 7, 7], long], 8).trace
+    assert [made_round.depth for made_round in trace.rounds][:2] == [0, 4]
+    assert loads[:2] == [2, 1]
+
+
+@dataclass
+class Last(Drafter):
+    """The token that was likeliest after the last root. All that are made compare equal, and none
+    has a hash."""
+
+    def allocate(self, B, S):
+        self.state = (torch.zeros(B, 1, dtype=torch.int64),)
+
+    def propose(self, seqs, tree, rng):
+        last = self.state[0][seqs.rows].expand(-1, len(tree) - 1)
+        return seqs.draft(tree.nodes(seqs.device), last.clone())
+
+    def observe(self, seqs, draft, verdict, seen):
+        self.state[0][seqs.rows] = seen.logits[:, :1].argmax(-1)
+
+
+@dataclass
+class Own(Match):
+    """The same as a rule."""
+
+
+def test_drafters_and_rules_are_told_apart_by_identity():
+    """And a drafter is allocated again once it was used with another target."""
+    policy, plain = Fixed(Tree.chain(2)), [engine("null", dtype=torch.float32) for _ in range(2)]
+    one, other = (Engine.of(x, drafter=drafter, rule=Own(), policy=policy)
+                  for drafter in [Last()] for x in plain)  # fmt: skip
+    wanted = plain[0].generate(PROMPTS, NEW).tokens
+    assert one.generate(PROMPTS, NEW).tokens == wanted
+    other.generate(PROMPTS[:1], NEW)
+    assert one.generate(PROMPTS, NEW).tokens == wanted
+    assert Engine.of(one, drafter=Last()).generate(PROMPTS, NEW).tokens == wanted
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]])

@@ -77,6 +77,32 @@ def test_drafting_leaves_text_of_plain_decoding(kind, tree):
         assert made.generate(PROMPTS, NEW).tokens == plain.generate(PROMPTS, NEW).tokens
 
 
+@pytest.fixture
+def set_default_dtype():
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("native", ["", "off"])
+@pytest.mark.parametrize(("kind", "tree"), one_in(3, product(DRAFTERS, ("chain", "grown"))))
+def test_default_dtype_changes_no_round(kind, tree, native, set_default_dtype, monkeypatch):
+    monkeypatch.setenv("SPECEXP_NATIVE", native)
+
+    def texts() -> list[list[list[int]]]:
+        laws = ("match", 0.0), ("match" if tree == "grown" else "reject", 0.9)
+        engines = [
+            engine(kind, tree, rule, temperature=temperature, dtype=torch.float32)
+            for rule, temperature in laws
+        ]
+        return [made.generate(PROMPTS, NEW).tokens for made in engines]
+
+    wanted = texts()
+    for dtype in (torch.float64, torch.bfloat16):
+        fused._FUSED.clear()
+        set_default_dtype(dtype)
+        assert texts() == wanted, dtype
+
+
 @torch.inference_mode()
 def steps(made: Engine) -> list[object]:
     """What a round does, one by one, but for what only looks."""

@@ -112,7 +112,7 @@ def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
         return NotImplemented
     if w.shape[:-1] != keys.shape or not 0 < keys.dim() < 3 or not by_rows(keys):
         return NotImplemented
-    weights, threads = torch.empty(w.shape), torch.get_num_threads()
+    weights, threads = torch.empty_like(w), torch.get_num_threads()
     shape = keys.numel(), keys.shape[-1], keys.stride(0), w.shape[-1], threads
     build.functions().race(*shape, self.salt(purpose), keys, w, weights)
     return weights
@@ -132,7 +132,7 @@ def law(self: Sampling, logits: Tensor) -> Tensor:
     logits = logits.float().contiguous()
     if not floats(logits) or not logits.numel():
         return NotImplemented
-    p, V = torch.empty(logits.shape), logits.shape[-1]
+    p, V = torch.empty_like(logits), logits.shape[-1]
     shape = self.top_k, float(self.temperature), float(self.top_p)
     build.functions().law(p.numel() // V, V, torch.get_num_threads(), *shape, logits, p)
     return p
@@ -248,7 +248,7 @@ def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Ve
     chance = rng.salt(ACCEPT), rng.salt(RESIDUAL), float(lenience)
     arguments = draft.tokens, children, draft.keys, p, 0 if q is None else q
     judge = getattr(build.functions(), rule)
-    if not judge(*shape, *chance, *arguments, torch.empty(B, 4, V), path, n, new):
+    if not judge(*shape, *chance, *arguments, p.new_empty(B, 4, V), path, n, new):
         raise IndexError(f"a draft token is outside the vocabulary of {V} tokens")
     return Verdict(path, n, new)
 
@@ -385,7 +385,7 @@ def scan(
     shape = b, n, window.size, FIRST + window.rows.start * window.size, window.folds, G, H, K, V
     how = g.shape[3], self.turned, torch.get_num_threads()
     seen = window.paths.seen.contiguous(), window.paths.place, window.own, window.after
-    y, no_rate = torch.empty(b, n, H, V), [0] * (beta is None)
+    y, no_rate = state.new_empty(b, n, H, V), [0] * (beta is None)
     build.functions().scan(*shape, *how, *seen, *given, *no_rate, *kept, state, y)
     return y
 

@@ -91,7 +91,7 @@ class Native:
         arguments = (tokens, positions, cache.places[size], near, inputs.get("x"))
         packed = [None if x is None else x.contiguous() for x in arguments]
         states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None
-        logits = torch.empty(B, last, net.all)
+        logits = torch.empty(B, last, net.all, dtype=torch.float32)
         head = size * net.dim
         row = net.keys * head
         call = Pass(
@@ -99,7 +99,7 @@ class Native:
             addressof(values), cache.rows.start * row, row, head, last, len(taps),
             addressof(tapped), address(states), address(logits), None,
         )  # fmt: skip
-        room = torch.empty(self.room_for(byref(net), byref(call)))
+        room = torch.empty(self.room_for(byref(net), byref(call)), dtype=torch.float32)
         call.room = address(room)
         call.holds = packed, keys, values, tapped, states, logits, room
         if not self.run(net, call):

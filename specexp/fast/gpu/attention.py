@@ -202,8 +202,8 @@ def attention(
     tile = tile_sizes(H // K * n, d, read, B * K, q.dtype)
     out = q.new_empty(B * n, H * d)
     splits = tile["SPLITS"]
-    parts = torch.empty(B * n * H, splits, d, device=q.device) if splits > 1 else out
-    stats = torch.empty(B * n * H, splits, 2, device=q.device) if splits > 1 else out
+    parts = q.new_empty(B * n * H, splits, d, dtype=torch.float32) if splits > 1 else out
+    stats = q.new_empty(B * n * H, splits, 2, dtype=torch.float32) if splits > 1 else out
     queries, block = H // K * n, tile["QUERIES"]
     blocks, combine_slots = blocks_of(block, queries), COMBINE_SLOTS * min(queries, block)
     attention_kernel[B * K, splits, blocks](

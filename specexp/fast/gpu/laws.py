@@ -273,7 +273,7 @@ def laws_of(sampling: Sampling, logits: Tensor) -> Tensor | None:
     blocks, part = tile["COUNT"], 4 if rows >= MANY else 1
     digit = 2 if rows >= MANY else 4  # bits of a bound that a pass finds
     top_k, top_p, min_p = 0 < sampling.top_k < V, sampling.top_p < 1, sampling.min_p
-    laws = torch.empty(rows, 4 + blocks, device=logits.device)
+    laws = torch.empty(rows, 4 + blocks, dtype=torch.float32, device=logits.device)
     sums = laws.new_empty(rows, blocks << digit)
     ended, stride = counters(logits.device, rows), logits.stride(0)
     unfiltered_kernel[rows, blocks_of(part, blocks)](

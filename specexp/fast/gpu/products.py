@@ -106,7 +106,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty(len(rows), len(weight))
     split = shares(*weight.shape) if len(weight) < 8 * FILLED else 1
     if split > 1:
-        parts = torch.empty(split, *out.shape, device=x.device)
+        parts = torch.empty(split, *out.shape, dtype=torch.float32, device=x.device)
         launch_product(rows, weight, bias, parts, out, 32)
     else:
         block = 32 if len(weight) >= 32 * FILLED else 16
@@ -119,7 +119,7 @@ def product_add_norm(
 ) -> tuple[Tensor, Tensor]:
     if norm is None or not few(y, weight, bias) or not can_add_norm(x, norm) or y.dtype != x.dtype:
         return NotImplemented
-    parts = torch.empty(shares(*weight.shape), *x.shape, device=x.device)
+    parts = torch.empty(shares(*weight.shape), *x.shape, dtype=torch.float32, device=x.device)
     launch_product(y, weight, None, parts, None, 32)
     return launch_add_norm(x, parts, bias, norm, len(parts))
 

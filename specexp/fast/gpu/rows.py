@@ -306,7 +306,7 @@ def vote(self: Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     if N == 1 or text.stride(1) != 1 or not integers(seqs.length) or self.least <= 0:
         return NotImplemented
     (B, S), nodes = text.shape, tree.nodes(text.device)
-    tokens, trust = text.new_empty(B, N), torch.empty(B, N, device=text.device)
+    tokens, trust = text.new_empty(B, N), torch.empty(B, N, dtype=torch.float32, device=text.device)
     votes = torch.zeros(B, self.vocab + 1, dtype=torch.int32, device=text.device)
     voters = votes.new_empty(B, 3, S + tree.depth + 1)
     vote_kernel[B,](
@@ -332,7 +332,7 @@ def spoil(fault: Tensor, logits: Tensor) -> Any:
     if logits.dtype not in BITS or not logits.is_contiguous() or not logits.numel():
         return NotImplemented
     B, size = len(logits), logits[0].numel()
-    tops = torch.empty(B, blocks_of(4 * AT_ONCE, size), device=logits.device)
+    tops = torch.empty(B, blocks_of(4 * AT_ONCE, size), dtype=torch.float32, device=logits.device)
     block_max_kernel[tops.shape](logits, tops, size, BLOCK=4 * AT_ONCE)
     fault.add_(tops.amax(1), alpha=0)
     return None

@@ -74,7 +74,7 @@ class Tally:
         self.sums = torch.zeros(rows, SETS + 1, 5, dtype=torch.float64, device=device)
         # draws of each token and of each level, of all rows: observed, expected
         self.tokens: Tensor | None = None
-        self.levels = torch.zeros(2, LEVELS, device=device)
+        self.levels = torch.zeros(2, LEVELS, dtype=torch.float32, device=device)
 
     def add(self, tokens: Tensor, law: Tensor, sets: Tensor, valid: Tensor) -> None:
         """Count tokens [B, N] drawn from law [B, N, V], where `valid` [B, N].

@@ -26,7 +26,7 @@ def described(device: torch.device) -> str:
 def matrices(device: torch.device) -> list[torch.Tensor]:
     """Random float32 weights [width, width] of `SHAPES`."""
     width, count = SHAPES[device.type]
-    return [torch.randn(width, width, device=device) for _ in range(count)]
+    return [torch.randn(width, width, dtype=torch.float32, device=device) for _ in range(count)]
 
 
 def pass_s(weights: list[torch.Tensor], tokens: int) -> float:
