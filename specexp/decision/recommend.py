@@ -1,12 +1,12 @@
 """Which drafter to switch on for a target, with which draft length, and up to which batch size.
 
 It reads committed results and measures nothing. Results are joined if they share the target, the
-prompts, the sampling and the machine, whatever notebook or grid made them; all names of one folder
-are one model. At each batch size all settings measured there compete: a drafter's draft length is
-chosen among those that are certainly faster than plain decoding, by intervals that hold for all
-competitors at once (Bonferroni). A batch size between two measured ones gets the choice of the
-larger, as gains shrink with the batch; beyond the largest batch measured, and from the first at
-which nothing is certain, drafting is off.
+prompts, the length of the output, the sampling and the machine, whatever notebook or grid made
+them; all names of one folder are one model. At each batch size all settings measured there compete:
+a drafter's draft length is chosen among those that are certainly faster than plain decoding, by
+intervals that hold for all competitors at once (Bonferroni). A batch size between two measured ones
+gets the choice of the larger, as gains shrink with the batch; beyond the largest batch measured,
+and from the first at which nothing is certain, drafting is off.
 """
 
 import os
@@ -28,8 +28,8 @@ from specexp.tracking import mlflow_view, report, results
 from specexp.tracking.mlflow_view import SPEEDUP
 from specexp.zoo import naming, shelf
 
-SHARED = ("target", "prompts", "chat", "temperature", "top_k", "top_p", "min_p", "sampling", "rule",
-          "dtype")  # fmt: skip
+SHARED = ("target", "prompts", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
+          "sampling", "rule", "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
 Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`
 

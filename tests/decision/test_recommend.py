@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specexp import figures
 from specexp.commands import app
 from specexp.decision import engines
-from specexp.decision.recommend import Measured, Plan, advise
+from specexp.decision.recommend import SHARED, Measured, Plan, advise
 from specexp.errors import UserError
-from specexp.grids import points
+from specexp.grids import notebooks, points
+from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import results
 from specexp.zoo import shelf
 
@@ -176,6 +177,25 @@ def test_only_results_of_one_situation_are_joined(store):
     assert only(advise("model")).situation.target == "own/model"
     with pytest.raises(UserError, match=r"no results of target-10 in .*did you mean 'target-10m'"):
         advise("target-10")
+
+
+def test_results_of_another_output_length_are_not_compared(store):
+    log("ngram", 1.6)
+    log("suffix", 1.2, max_new_tokens=512)
+    assert [str(advice.situation).partition(";")[0] for advice in advise()] == [
+        "prompts all", "prompts all, max_new_tokens 512"
+    ]  # fmt: skip
+    assert not any("certainly better" in advice.verdict() for advice in advise())
+
+
+def test_notebooks_and_demo_grids_measure_speedups_that_can_be_joined():
+    for name in ("20_latency", "30_throughput_under_batch", "40_drafters"):
+        own = notebooks.read(results.ROOT / f"notebooks/{name}.ipynb").parameters
+        for shared in {*SHARED} & {*own}:
+            assert own[shared].default == PARAMETERS[shared].default, (name, shared)
+    files = [results.ROOT / f"notebooks/grids/demo_{part}.yaml"
+             for part in ("2_latency", "3_throughput")]  # fmt: skip
+    assert len({tuple(p.params.get(name) for name in SHARED) for p in points.load(files)}) == 1
 
 
 def test_an_empty_store_says_what_fills_it(store, run):
