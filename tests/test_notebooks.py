@@ -191,7 +191,7 @@ def test_planted_divergence_fails_the_notebook(
     file = tmp_path / "broken.yaml"
     file.write_text(yaml.safe_dump({"notebook": f"{name}.ipynb", "fixed": fixed}))
     [point] = points.load([file])
-    assert runner.run([point]) == runner.FAILED
+    assert runner.run([point], Console(quiet=True)) == runner.FAILED
     [error] = (store / "failed").glob("*/error.txt")
     assert "AssertionError" in error.read_text()
     assert not (store / "results").exists()

@@ -35,8 +35,6 @@ SHOWN = provenance.FACTS  # parts whose values say something; others are named
 MOST = 3  # of those that are named
 UNCOMPILED = "not compiled yet"  # kernels of a plan that does not wait for a compiler
 UNSURE = "done, if its kernels, not compiled here yet, come out as they were: `grid run` sees"
-LARGE = 1_000_000_000  # bytes above which keys once named the ends of a file only
-READ_WHOLE = "large files"  # the part that tells that keys now name all of it
 _DATA = re.compile(r"(?!.*\.(py|ipynb|so|pyd)\b).*\..*")  # among parts, a file that is no code
 _FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.codes", "*.vocab", "*.bpe",
@@ -114,9 +112,9 @@ def facts_of_machine(device: str, timed: bool, engine: bool) -> Answer:
 
 
 def facts_of_model(source: str) -> Answer:
-    """The name of a model and a digest, and READ_WHOLE if it has large files. Of a folder: of its
-    configuration, tokenizer and weights. Of a hub id: the revision in the local cache, or the id
-    itself if it is not cached. The digest is the same with `+int8`."""
+    """The name of a model and a digest. Of a folder: of its configuration, tokenizer and weights.
+    Of a hub id: the revision in the local cache, or the id itself if it is not cached. The digest
+    is the same with `+int8`."""
     bare, how = fitting.split(source)
     folder = Path(bare)
     if not folder.is_dir():
@@ -126,12 +124,7 @@ def facts_of_model(source: str) -> Answer:
         return [source, Path(cached).parent.name if isinstance(cached, str) else bare], None
     files = {f for pattern in _FILES for f in folder.glob(pattern) if f.is_file()}
     contents = {str(f.relative_to(folder)): digest_of(f) for f in files}
-    large = [READ_WHOLE] if any(map(_is_large, files)) else []
-    return [folder.name + how, digest(contents), *large], with_contents(folder)
-
-
-def _is_large(path: Path) -> bool:
-    return path.stat().st_size > LARGE
+    return [folder.name + how, digest(contents)], with_contents(folder)
 
 
 def _parts(
@@ -153,11 +146,8 @@ def _parts(
     sources = sorted(known.cached(facts_of_model, source) for source in models)
     if sources:
         parts["models"] = digest(sources)
-    data_files = [f for path in data for f in prompts.files(path)]
     if data:
-        parts["data"] = digest([digest_of(f) for f in data_files])
-    if any(source[2:] for source in sources) or any(map(_is_large, data_files)):
-        parts[READ_WHOLE] = "in the key"
+        parts["data"] = digest([digest_of(f) for path in data for f in prompts.files(path)])
     return parts
 
 
@@ -183,9 +173,6 @@ def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
     if names == ["kernels"] and now.get("kernels") == UNCOMPILED:
         return UNSURE
     reasons = []
-    if READ_WHOLE in now and READ_WHOLE not in before:
-        names = [name for name in names if name not in (READ_WHOLE, "models", "data")]
-        reasons.append("of files above 1 GB, keys now name all, not the ends only")
     for name in filter(names.__contains__, SHOWN):
         old, new = (parts.get(name, "not in the key") for parts in (before, now))
         reasons.append(f"{name} was {_apart(old, new)}, is {_apart(new, old)}")

@@ -41,7 +41,7 @@ ROOM_PER_POINT = 2_000_000
 
 
 def run(
-    points: Sequence[Point], console: Terminal | None = None, *,
+    points: Sequence[Point], console: Terminal, *,
     machines: local.Machines | None = None, jobs: int | None = None, retry_failed: bool = False,
     retry_doubtful: bool = False, force: bool = False, forked: bool = True,
 ) -> int:  # fmt: skip
@@ -54,7 +54,6 @@ def run(
     result. Returns 0 all done and published, 1 some failed or unpublished, 3 store busy, 4 store
     damaged, 5 disk full, 130 and 143 stopped by a signal.
     """
-    console = console or Terminal()
     try:
         with Board(console, len(points)) as board:
             with results.claim_or_wait("setup", lambda message: board.say(message, once=True)):

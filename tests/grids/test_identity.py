@@ -739,7 +739,6 @@ def test_quota_of_a_control_group_is_fewer_cores(tmp_path, group, files, cores):
 
 def test_any_byte_of_a_large_file_changes_the_key(case, monkeypatch):
     """A merged LoRA changes the middle of a file only."""
-    monkeypatch.setattr(identity, "LARGE", 100)
     monkeypatch.setattr(known, "LARGE", 100)
     before, weights = case.point(), case.draft / "2.safetensors"
     data, times = weights.read_bytes(), weights.stat()
@@ -766,15 +765,12 @@ def test_large_file_is_read_once_by_all_processes(tmp_path, monkeypatch):
     assert len(read) == 2
 
 
-def test_keys_of_small_files_are_as_they_were_and_of_large_ones_say_why_not(case, monkeypatch):
-    small = case.point()
-    assert identity.READ_WHOLE not in small.identity.parts
-    monkeypatch.setattr(identity, "LARGE", 100)
-    large = case.point()
-    assert changes(small.identity.parts, large.identity.parts) == {identity.READ_WHOLE, "models"}
-    before = small.identity.parts | {"models": "of the ends"}
-    reason = "of files above 1 GB, keys now name all, not the ends only"
-    assert identity.why_new(large.identity.parts, before) == reason
+def test_part_of_a_model_stays_as_it_was(tmp_path):
+    """If it must change, all results with models run again."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    (tmp_path / "mine" / "model.safetensors").write_bytes(b"01")
+    assert identity.facts_of_model(str(tmp_path / "mine"))[0] == ["mine", "d87cd01c66d71b59"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"])

@@ -127,10 +127,10 @@ def test_ctrl_c_leaves_no_kernel_on_the_cluster(store, points, address, tmp_path
     code = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parents[n]) for n in (0, 1)]}; "
         "from pathlib import Path; from test_ray import OnRay, grid, overheard; "
-        "from specexp.grids import runner; "
+        "from specexp.grids import runner; from specexp.terminal import Terminal; "
         f"points = grid.load([{str(tmp_path / 'trivial.yaml')!r}]); "
         f"machines = overheard(OnRay(points, {address!r}), Path({str(tmp_path / 'told')!r})); "
-        "sys.exit(runner.run(points, machines=machines))"
+        "sys.exit(runner.run(points, Terminal(), machines=machines))"
     )
     runner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     told = tmp_path / "told"
