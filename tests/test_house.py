@@ -211,6 +211,9 @@ def faults(notebook: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a committed notebook."""
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     tags = [tag for cell in notebook["cells"] for tag in cell["metadata"].get("tags", [])]
+    prose = ("".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "markdown")
+    for name in re.findall(r"sibling-\w+|target-\w+|smollm\w*", next(prose, "")):
+        yield f"{name} is named in prose that reports of other models print"
     if tags.count("parameters") != 1:
         yield f"{tags.count('parameters')} cells tagged parameters"
     if len(code) > 14:
@@ -253,6 +256,7 @@ def cell(source: str = "x = 1", tags: tuple[str, ...] = (), **more: object) -> d
         ([cell("def f(x):\n    return x")], "def f"),
         ([cell("x = 1\nfor gamma in gammas:\n    run(gamma)")], "for gamma"),
         ([cell("while True:\n    pass")], "while True"),
+        ([cell("`sibling-3m` is high", cell_type="markdown")], "sibling-3m is named"),
     ],
 )
 def test_a_fault_of_a_notebook_is_seen(cells: list[dict[str, object]], fault: str) -> None:

@@ -52,6 +52,7 @@ class Connection:
                 yield from answer
         except HTTPError as e:
             reason = " ".join(e.read(400).decode(errors="replace").split())
+            reason = "not a vLLM, SGLang or llama.cpp server?" if reason[:1] == "<" else reason
             raise UserError(f"{self.url}{path} answers {e.code} {e.reason}: {reason}") from None
         except (OSError, HTTPException, ValueError) as e:
             raise UserError(f"{self.url} does not answer: {e}; is the server up?") from None

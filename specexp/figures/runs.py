@@ -60,7 +60,7 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
     have = runs.dropna(subset=needed) if set(needed) <= set(runs) else runs.head(0)
     if have.empty:
         return style.nothing("No run has both yet: run 20_latency or 30_throughput_under_batch")
-    have = have.rename(columns={"params.drafter": "drafter"})
+    have = have.assign(drafter=_named(have, "params.drafter", "params.target"))
     sound = have.get("metrics.speedup/credible", pd.Series(1, have.index)) != 0
     looks = style.marks(have["drafter"].unique())
     rates, speeds = (_within(have, *n) for n in zip(needed, ("rate_ci", "ci"), strict=True))
@@ -84,6 +84,13 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
     return figure
 
 
+def _named(runs: pd.DataFrame, drafter: str, target: str) -> pd.Series:
+    """The drafters of runs, from this column; with their targets if there are several."""
+    targets = runs.get(target, pd.Series("", runs.index)).fillna("")
+    several = len({*targets}) > 1
+    return runs[drafter] + (", target " + targets).where((targets != "") & several, "")
+
+
 def _left_out(runs: int) -> str:
     """What a title says of so many runs that are drawn hollow."""
     named = counted(runs, "run")
@@ -102,7 +109,9 @@ def _together(speeds: pd.DataFrame) -> pd.DataFrame:
     """Speedups (`_within`) with intervals widened for the number of runs that have one."""
     have = (speeds["low"] < speeds["high"]) & (speeds["low"] > 0)
     rows = speeds.loc[have, ["value", "low", "high"]].to_numpy()
-    speeds.loc[have, ["low", "high"]] = [widened(v, low, high, len(rows)) for v, low, high in rows]
+    if len(rows):
+        ends = [widened(v, low, high, len(rows)) for v, low, high in rows]
+        speeds.loc[have, ["low", "high"]] = ends
     return speeds
 
 
@@ -127,8 +136,10 @@ def over_batch(curves: pd.DataFrame) -> Figure:
     where timings are not credible."""
     if curves.empty:
         return style.nothing("No run has a batch sweep yet: run 30_throughput_under_batch")
+    curves = curves.assign(
+        credible=curves.get("credible", True), drafter=_named(curves, "drafter", "target")
+    )
     looks = style.marks(curves["drafter"].unique())
-    curves = curves.assign(credible=curves.get("credible", True))
     with style.canvas() as (figure, axes):
         axes.axhline(1, color=style.PLAIN, lw=1.5)
         each = curves.groupby(["drafter", "run_id"], sort=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexp import fitting
-from specexp.errors import UserError, first_line
+from specexp.errors import UserError, first_line, warn_once
 from specexp.models.memory import DTYPES, check_device
 from specexp.zoo.known import Known
 
@@ -71,8 +71,10 @@ _swing = _must(lambda value: 0 <= value <= 1, "it is a share of the mean rate, f
 
 
 def _drafting(name: str, value: Any) -> None:
-    if value == 0:
-        raise UserError("gamma is 0, so nothing is drafted; use 1 or more")
+    if value < 1:
+        raise UserError(
+            f"gamma is {value}{', so nothing is drafted' * (value == 0)}; use 1 or more"
+        )
 
 
 def _sampling(name: str, value: Any) -> None:
@@ -209,12 +211,16 @@ def insist(
     params: Mapping[str, Any], texts: list[Prompt] | None = None, problems: Sequence[str] = ()
 ) -> None:
     """Raises UserError with these problems and every one that `check` finds, one line each; or, if
-    there are any, with those that show without torch."""
+    there are any, with those that show without torch. Warns of values that have no effect."""
     known = Known()
     for light in (True, False):
         further = [problem.what for problem in problems_of(params, texts, known, light)]
         if every := dict.fromkeys([*problems, *further]):
             raise UserError("\n".join(every))
+    if not any(values(params, "temperature", "temperatures")) and params.get("sampling") != "model":
+        for name in ("top_k", "top_p", "min_p"):
+            if params.get(name, PARAMETERS[name].default) != PARAMETERS[name].default:
+                warn_once("%s has no effect at temperature 0", name)
 
 
 def problems_of(

@@ -30,6 +30,7 @@ MOST = {
 # The most values in a config.json, and tensors of a model: each takes microseconds to read or make.
 VALUES, TENSORS = 100_000, 5_000
 WEIGHTS = "weights are *.safetensors of the folder itself"
+PICKLED = (".bin", ".pt", ".pth")
 WHOLE, AGAIN = "model.safetensors", "download or save the model again"
 EXPERTS = "eager", "batched_mm", "grouped_mm"  # others fetch what they run
 FETCHED = {"eetq", "fbgemm_fp8", "metal"}  # methods of quantisation whose kernels are on a hub
@@ -50,7 +51,9 @@ def check_files(folder: Path) -> None:
     if (folder / "config.json").read_bytes().count(b",") >= VALUES:
         raise UserError(f"{folder}/config.json has more than {VALUES:,} values: no model's has")
     if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder} has no *.safetensors; pickled weights are refused: convert them")
+        pickled = any(file.suffix in PICKLED for file in folder.iterdir())
+        why = "pickled weights are refused: convert them" if pickled else "it holds no weights"
+        raise UserError(f"{folder} has no *.safetensors; {why}")
     for index in folder.glob("*.safetensors.index.json"):
         with refusing(f"cannot read {index}", AGAIN):
             named = set(json.loads(index.read_bytes())["weight_map"].values())

@@ -161,20 +161,21 @@ def categories(runs: pd.DataFrame) -> list[str]:
 
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
-    """One series of all runs that logged it, with its interval: columns run_id, drafter, step,
-    value, low and high (the value where none was logged), and credible, false if the run's timings
-    are not."""
+    """One series of all runs that logged it, with its interval: columns run_id, drafter, target,
+    step, value, low and high (the value where none was logged), and credible, false if the run's
+    timings are not."""
     column = f"metrics.{series}"
     having = runs[runs[column].notna()] if column in runs else runs.head(0)
     rows = []
     for _, run in having.iterrows():
         value, *ends = (track.curve(run["run_id"], f"{series}{e}") for e in ("", "_low", "_high"))
+        about = run["run_id"], run["params.drafter"], run.get("params.target", "")
+        credible = run.get("metrics.speedup/credible") != 0
         rows += [
-            [run["run_id"], run["params.drafter"], step, y, *(end.get(step, y) for end in ends),
-             run.get("metrics.speedup/credible") != 0]
+            [*about, step, y, *(end.get(step, y) for end in ends), credible]
             for step, y in sorted(value.items())
         ]  # fmt: skip
-    columns = ["run_id", "drafter", "step", "value", "low", "high", "credible"]
+    columns = ["run_id", "drafter", "target", "step", "value", "low", "high", "credible"]
     return pd.DataFrame(rows, columns=columns)
 
 

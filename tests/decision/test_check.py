@@ -128,8 +128,8 @@ def serving():
     """Starts servers around pairings; returns their addresses."""
     running = []
 
-    def start(pairing, kind="vllm", **fault):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
+    def start(pairing, kind="vllm", handler=Fake, **fault):
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         server.fake = {"pairing": pairing, "kind": kind, "counts": Counter(), **fault}
         threading.Thread(target=server.serve_forever, daemon=True).start()
         running.append(server)
@@ -280,6 +280,11 @@ def test_bad_servers_are_one_line(serving, pairing):
     for listed in ("no JSON", "[]"):
         with pytest.raises(UserError, match=r"/v1/models answers no JSON object, but"):
             Server(serving(pairing, models=listed))
+    other = (
+        r"/v1/models answers 501 Unsupported method.*: not a vLLM, SGLang or llama.cpp server\?$"
+    )
+    with pytest.raises(UserError, match=other):  # where no reason is given, it is a page of HTML
+        Server(serving(pairing, handler=BaseHTTPRequestHandler))
     with pytest.raises(UserError, match=r"/v1/completions answers no JSON object, but '{nope"):
         Server(serving(pairing, ends="data: {nope\n\n")).complete([1, 2], 4)
     with pytest.raises(UserError, match="broke off after 1 token: see its log"):

@@ -59,6 +59,20 @@ def test_paths_are_cut_to_what_tells_them_apart_and_fit_their_figures():
     figures.runs.over_batch(pd.DataFrame(rows))
 
 
+def test_runs_of_several_targets_are_told_apart():
+    metrics = {"metrics.acceptance/rate": 0.5, "metrics.speedup/measured": 1.5}
+    pairs = {"params.drafter": ["ngram", "ngram"], "params.target": ["big", "small"]}
+    runs = pd.DataFrame(pairs | metrics | {"experiment": "x"})
+    curves = pd.DataFrame({"run_id": ["a", "b"], "drafter": "ngram", "target": ["big", "small"],
+                           "step": 1, "value": 1.5, "low": 1.4, "high": 1.6})  # fmt: skip
+    several = {"ngram, target big", "ngram, target small"}
+    for draw, table in (
+        (figures.runs.rate_and_speedup, runs), (figures.runs.over_batch, curves),
+    ):  # fmt: skip
+        for part, names in ((table, several), (table.head(1), {"ngram"})):
+            assert {*draw(part).axes[0].get_legend_handles_labels()[1]} == names
+
+
 def test_figures_of_no_runs_say_what_to_run():
     for figure in (
         figures.runs.rate_and_speedup(pd.DataFrame()),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specexp import api
+from specexp import api, errors
 from specexp.measure import parameters
 from specexp.measure.parameters import PARAMETERS
 from specexp.zoo.known import Known
@@ -64,3 +64,11 @@ def test_value_of_another_type_is_left_to_its_notebook():
 def test_problem_names_the_parameter_to_change_first(params, names):
     [problem] = parameters.problems_of(params, None, Known())
     assert problem.names[: len(names)] == names
+
+
+@pytest.mark.parametrize("warm", [{"temperature": 0.5}, {"temperatures": [0.0, 1.0]}, {}], ids=str)
+def test_sampling_options_that_greedy_decoding_ignores_are_warned_of(caplog, warm):
+    errors.warn_once.cache_clear()
+    parameters.insist({"temperature": 0.0, "top_k": 0, "top_p": 0.9, "sampling": "given"} | warm)
+    said = [] if warm else ["top_p has no effect at temperature 0"]
+    assert [record.message for record in caplog.records] == said

@@ -72,6 +72,9 @@ def test_read_config_refuses_pickled_weights(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="pickled weights are refused"):
         load.read_config(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match=r"has no \*\.safetensors; it holds no weights$"):
+        load.read_config(folder)
 
 
 def test_read_config_refuses_remote_code_without_running_it(folder):
