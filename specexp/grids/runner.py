@@ -302,12 +302,16 @@ class Work:
                 return not self._away
 
     def compare_with_mlflow(self) -> None:
-        """Give results the names that their points have now, and take the marks from folders that
-        MLflow lacks or shows under another name: `recover` publishes them."""
-        shown, renamed = progress.shown_as(self.points), set()
+        """Give results, but not another grid's, the names that their points have now, and take the
+        marks from folders that MLflow lacks or shows under another name: `recover` publishes them.
+        """
+        shown, renamed, others = progress.shown_as(self.points), set(), list[str]()
         for point in self.points:
             result, now = results.result_of(point.run_key), (point.experiment, point.notebook.name)
             if shown[result] in (now, (None, None)):
+                continue
+            if _is_of_another_grid(result, point.file):
+                others.append(shown[result][0] or "")
                 continue
             with results.claim(point.run_key) as ours:
                 if ours and result.exists():
@@ -316,6 +320,9 @@ class Work:
                     renamed.add(result)
         if n := len(renamed):
             self.board.say(f"renamed as their notebook or experiment is: {counted(n, 'result')}")
+        if others:
+            count, where = counted(len(others), "result"), ", ".join(sorted({*others}))
+            self.board.say(f"of another grid, and shown where that has them ({where}): {count}")
         try:
             gaps = presence.find_gaps(shown)
             for folder in (*gaps.vanished, *gaps.bare):
@@ -353,6 +360,12 @@ class Work:
             self._publish_failure(kept)
         if result.exists() and not runs.published(result):
             self._publish(result)
+
+
+def _is_of_another_grid(result: Path, file: Path) -> bool:
+    """Whether a result was made by another grid file than this one, which is still there."""
+    own = results.read(result / results.TAGS).get("grid.file", "")
+    return bool(own) and results.ROOT / own != file and (results.ROOT / own).is_file()
 
 
 def _is_unsettled(key: str) -> bool:

@@ -75,23 +75,25 @@ def describe() -> None:
     now = {f.name: each for f in folders if (each := _state(f, before.get(f.name)))}
     changed = [n for n in now.keys() | before.keys() if now.get(n) != before.get(n)]
     names = {each[n][1] for n in changed for each in (now, before) if n in each}
-    every = (f for f in folders if presence.shown_as(f)[0] in names and store.intact(f))
-    newest = report.newest(every) if names else []
-    for experiment in backend.experiments() if newest and runs.has_database() else ():
+    if not names or not runs.has_database():
+        return
+    shown = [e for e in backend.experiments() if not names.isdisjoint(names_of(e))]
+    names |= {name for experiment in shown for name in names_of(experiment)}
+    newest = report.newest(
+        f for f in folders if presence.shown_as(f)[0] in names and store.intact(f)
+    )
+    for experiment in shown:
         part = [run for run in newest if run.experiment in names_of(experiment)]
-        if not part:
-            continue
-        _supersede(
-            backend, experiment.experiment_id, {(run.folder.name, run.rival) for run in part}
-        )
+        _supersede(backend, experiment.experiment_id, {(r.folder.name, r.rival) for r in part})
         note = experiment.tags.get(mlflow_view.NOTE, "")
+        if not part and backend.runs(experiment.experiment_id):  # of others
+            continue
         if not note or note.endswith(mlflow_view.OWN):
-            note = _note(backend, experiment, part)
+            note = _note(backend, experiment, part) if part else ""
             with backend.reaching():
                 backend.client.set_experiment_tag(experiment.experiment_id, mlflow_view.NOTE, note)
-    if names:
-        with files.whole(file) as partial:
-            partial.write_text(json.dumps(now))
+    with files.whole(file) as partial:
+        partial.write_text(json.dumps(now))
 
 
 def _state(folder: Path, before: Any) -> Any:

@@ -157,6 +157,33 @@ def test_what_was_renamed_appears_under_its_new_name(store, written, tmp_path):
         assert "renamed as" not in go(now)[1]
 
 
+def test_a_common_point_stays_in_the_experiment_of_the_grid_that_ran_it(store, written, tmp_path):
+    todo = written(1, 2)
+    assert go(todo)[0] == 0
+    (other := tmp_path / "other.yaml").write_text("")
+    theirs = [replace(p, experiment="other", file=other) for p in written(2, 3)]
+    code, text = go(theirs)
+    assert code == 0
+    assert "of another grid, and shown where that has them (grid of trifles): 1 result" in text
+    assert sorted(runs.runs("grid of trifles")["params.x"]) == ["1", "2"]
+    assert list(runs.runs("other")["params.x"]) == ["3"]
+    todo[0].file.unlink()  # then its points are the other's
+    assert "renamed as" in go(theirs)[1]
+    assert sorted(runs.runs("other")["params.x"]) == ["2", "3"]
+    assert audit.problems() == []
+
+
+def test_experiment_that_its_results_left_has_no_answer_of_theirs(store, written):
+    def note():
+        return runs.client().get_experiment_by_name("grid of trifles").tags[mlflow_view.NOTE]
+
+    assert go(written(1, 2))[0] == 0
+    for count in (1, 2):
+        moved = [replace(p, experiment="new") for p in written(*range(1, count + 1))]
+        assert go(moved)[0] == 0
+        assert ("best of 2 runs" in note(), bool(note())) == (False, count == 1)
+
+
 def test_experiment_renamed_in_mlflow_stays_one_whatever_the_grid_calls_it(store, written):
     todo = written(1, 2)
     assert go(todo)[0] == 0
