@@ -331,7 +331,7 @@ def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
         from specexp.serving import policies  # which know of requests under load
 
         policy = policies.of(o["policy"], None, prepared.deepest)
-    engine = Engine(model, drafter, policy, request.sampling, rule, o["seed"], eos)
+    engine = Engine(model, drafter, policy, request.sampling, rule, o["seed"], eos, prepared)
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
     name = names.resolve_drafter(o["target"], o["drafter"]) if named else drafter.name
