@@ -27,6 +27,7 @@ from specexp.models.load import of_module, text_of
 from specexp.names import TargetInfo
 from specexp.policy import Fixed, Policy
 from specexp.rules import Rule
+from specexp.sampling import Sampling
 from specexp.trace import Acceptance
 
 if TYPE_CHECKING:
@@ -170,7 +171,10 @@ class Pairing:
                     f"{', '.join(changeable)}; anything else: specexp.load)"
                 )
         _check_types(load, **changes)
-        pairing = _assemble(self.target, self.tokenizer, **(self.options | changes))
+        from_model = changes.get("sampling") == "model"
+        options = self.options | (asdict(Sampling()) if from_model else {}) | changes
+        options |= asdict(names.sampling_of(options)) | {"sampling": "given"}
+        pairing = _assemble(self.target, self.tokenizer, **options)
         return pairing if "drafter" in changes else replace(pairing, drafter=self.drafter)
 
     def apart(self) -> Pairing:
@@ -327,7 +331,7 @@ def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
         from specexp.serving import policies  # which know of requests under load
 
         policy = policies.of(o["policy"], None, prepared.deepest)
-    engine = Engine(model, drafter, policy, request.sampling, rule, o["seed"], eos)
+    engine = Engine(model, drafter, policy, request.sampling, rule, o["seed"], eos, prepared)
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
     name = names.resolve_drafter(o["target"], o["drafter"]) if named else drafter.name

@@ -86,7 +86,7 @@ def try_out(engine: Engine) -> None:
         policy,
         engine.sampling,
         _checking(rule, f"rule {rule.name}", "__call__", partial(_faults_of_verdict, V)),
-        engine.seed, recorder=Recorder(),
+        engine.seed, limits=engine.limits, recorder=Recorder(),
     )  # fmt: skip
     if new > 0:
         trial.generate(rows, new)
@@ -130,11 +130,12 @@ def _faults_of_draft(V: int, draft: Any, seqs: Sequences, tree: Tree, rng: Rng) 
     if not isinstance(draft, Draft):
         yield f"proposed a {type(draft).__name__}: return seqs.draft(nodes, tokens)"
     tokens, (B, N) = draft.tokens, (len(seqs.tokens), len(tree))
+    *rows, drafted = tokens.shape
     if tokens.shape != (B, N) or draft.nodes.parents.shape[-1] != N:
         yield (
-            f"proposed tokens {list(tokens.shape)} over {draft.nodes.parents.shape[-1]} nodes for "
-            f"a tree of {N} nodes in {B} rows: propose one token, or -1 for none, for each node "
-            f"but the root, [{B}, {N - 1}]"
+            f"proposed tokens {[*rows, drafted - 1]} over {draft.nodes.parents.shape[-1]} nodes "
+            f"for a tree of {N} nodes in {B} rows: propose one token, or -1 for none, for each "
+            f"node but the root, [{B}, {N - 1}]"
         )
     if tokens.dtype != torch.int64 or tokens.device != seqs.tokens.device:
         yield (

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from operator import add
 from typing import Any, Self, TypeAlias, TypeVar, cast
@@ -19,9 +20,11 @@ from typing import Any, Self, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from specexp import fitting
 from specexp.drafters import Drafter, named, warn_of_short_context
 from specexp.drafters.plain import Plain
 from specexp.errors import NonFiniteLogits, UserError, check_type
+from specexp.fitting import Limits
 from specexp.models.lm import LM, Forward, note_emptied
 from specexp.models.processors import unprocessed
 from specexp.models.servable import context_in_words
@@ -58,6 +61,7 @@ class Engine:
         rule: which draft tokens to accept.
         seed: of all random numbers. Equal seeds, prompts and streams give equal text.
         eos: token ids that end a row.
+        limits: the drafts that the drafter can make; a policy that plans others is refused.
         clock: called as `clock(stage, run)` for each stage of a round (draft, verify, accept,
             commit); it must return `run()`. Stages are then recorded one by one.
         recorder: how rounds are replayed; by default what suits the target's device.
@@ -65,15 +69,15 @@ class Engine:
 
     def __init__(
         self, target: LM, drafter: Drafter, policy: Policy, sampling: Sampling = Sampling(),
-        rule: Rule = Match(), seed: int = 0, eos: Sequence[int] = (),
-        clock: Clock | None = None,
-        recorder: Recorder | None = None,
+        rule: Rule = Match(), seed: int = 0, eos: Sequence[int] = (), limits: Limits = Limits(),
+        clock: Clock | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         check_type("seed", seed, "int")
         for token in eos:
             check_type("an EOS token", token, "int")
         self.target, self.drafter, self.policy = target, drafter, policy
         self.sampling, self.rule, self.seed, self.eos = sampling, rule, seed, tuple(eos)
+        self.limits, self.fit = limits, partial(fitting.reach, drafter.name, limits)
         self.rng, self.clock = sampling.rng(seed, rule.looks_ahead), clock
         self.recorder = recorder_for(target) if recorder is None else recorder
         self.rows = Rows(target, drafter, self.recorder)
@@ -81,8 +85,10 @@ class Engine:
 
     @classmethod
     def of(cls, other: Engine, **changes: Any) -> Self:
-        """An engine with the parts of another one, some of them changed."""
-        names = "target", "drafter", "policy", "sampling", "rule", "seed", "eos"
+        """An engine with the parts of another one, some of them changed. The limits are kept with
+        the drafter."""
+        names = ["target", "drafter", "policy", "sampling", "rule", "seed", "eos"]
+        names += ["limits"] * ("drafter" not in changes)
         return cls(**{name: getattr(other, name) for name in names} | changes)
 
     # the round
@@ -263,7 +269,8 @@ class Engine:
         """The tree that the policy plans, cut to what the drafter's context allows after `longest`
         tokens, and for how many rounds it may be held."""
         warn_of_short_context(self.drafter, longest)
-        plan, room = planned(self.policy, load), max(0, self.drafter.context - longest)
+        plan = planned(self.policy, load, self.fit)
+        room = max(0, self.drafter.context - longest)
         tree = plan.tree.cut(room)
         if not tree.depth:
             return tree, plan.hold

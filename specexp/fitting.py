@@ -93,18 +93,9 @@ def fit(
 
     drafter: its method; vocab: tokens of the target; rule: what has a rule's `name`, `chains_only`
     and `wants_q`, or None for `auto`."""
-    widest = max(tree.degrees)
-    if tree.depth > limits.deepest:
-        raise UserError(
-            f"drafter {drafter} drafts at most {limits.deepest} tokens ahead and the draft is "
-            f"{tree.depth} deep: use gamma {limits.deepest} or less"
-        )
-    if widest > limits.widest:
-        raise UserError(
-            f"drafter {drafter} keeps {limits.widest} candidates per token and a node of the tree "
-            f"has {widest} children: use {drafter}:{widest}"
-        )
-    if max(widest, tree.width) > vocab:
+    reach(drafter, limits, tree)
+    widest = max(*tree.degrees, tree.width)
+    if widest > vocab:
         raise UserError(
             f"a tree as wide as {widest} is wider than the vocabulary of {vocab} tokens"
         )
@@ -116,6 +107,21 @@ def fit(
         raise UserError(
             f"rule {rule.name} needs draft tokens drawn from a distribution, and {drafter}'s on "
             "this tree are chosen, not drawn: use rule match"
+        )
+
+
+def reach(drafter: str, limits: Limits, tree: Tree) -> None:
+    """Raise UserError for a draft that is deeper or wider than this drafter can make."""
+    widest = max(tree.degrees)
+    if tree.depth > limits.deepest:
+        raise UserError(
+            f"drafter {drafter} drafts at most {limits.deepest} tokens ahead and the draft is "
+            f"{tree.depth} deep: use gamma {limits.deepest} or less"
+        )
+    if widest > limits.widest:
+        raise UserError(
+            f"drafter {drafter} keeps {limits.widest} candidates per token and a node of the tree "
+            f"has {widest} children: use {drafter}:{widest}"
         )
 
 

@@ -3,7 +3,7 @@
 Policies that depend on the load are in serving/ (policies.py, goodput.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -85,9 +85,9 @@ class Policy(Protocol):
         return
 
 
-def planned(policy: Policy, load: Load) -> Plan:
+def planned(policy: Policy, load: Load, fit: Callable[[Tree], None] = lambda tree: None) -> Plan:
     """What a policy chooses. Raises UserError, one line that names it, unless that is a plan for
-    which there are slots."""
+    which there are slots. `fit`: raises UserError for a tree that the drafter cannot draft."""
     about = f"policy {type(policy).__name__}"
     try:
         plan = policy.choose(load)
@@ -105,6 +105,10 @@ def planned(policy: Policy, load: Load) -> Plan:
             f"{about} chose a tree with room {plan.tree.room}, more than its `widest` of "
             f"{policy.widest}"
         )
+    try:
+        fit(plan.tree)
+    except UserError as e:
+        raise UserError(f"{about}: {e}") from e
     if plan.hold < 1:
         raise UserError(f"{about} holds its plan for {plan.hold} rounds: use 1 or more")
     if plan.budget and (len(plan.budget) != load.rows or min(plan.budget) < 0):

@@ -197,14 +197,16 @@ class Nodes:
         b, N = parents.shape
         arange = torch.arange(N, device=parents.device)
         ancestors = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(b, 1, 1)
-        for _ in range(deepest):
-            ancestors = ancestors | torch.take_along_dim(ancestors, parents[:, :, None], 1)
+        above = parents  # the node 1, 2, 4 ... steps above each
+        for _ in range(deepest.bit_length()):
+            ancestors = ancestors | torch.take_along_dim(ancestors, above[:, :, None], 1)
+            above = above.gather(1, above)
         depth = ancestors.sum(-1) - 1
         is_child = (parents[:, None, :] == arange[:, None]) & (arange > 0)  # [b, parent, child]
-        rank = is_child.cumsum(-1) - 1  # of a child among its siblings
-        place = rank[..., None] == torch.arange(width, device=parents.device)
-        children = ((is_child[..., None] & place) * (arange[:, None] + 1)).sum(2) - 1
-        return cls(parents, depth, children, ancestors, deepest)
+        rank = (is_child.cumsum(-1) * is_child).sum(1) - 1  # of a node among its siblings
+        at = (parents * width + rank)[:, 1:]  # the root is no child
+        children = parents.new_full((b, N * width), -1).scatter(1, at, arange[1:].expand(b, -1))
+        return cls(parents, depth, children.view(b, N, width), ancestors, deepest)
 
     @property
     def is_chain(self) -> bool:

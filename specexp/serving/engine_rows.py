@@ -89,7 +89,7 @@ class EngineRows:
     one row's captures serve no other (0: there is none). Raises UserError when not one row fits."""
 
     def __init__(self, engine: Engine, count: int, slots: int, slack: int) -> None:
-        self.engine, self.slots, self.slack = engine, slots, slack
+        self.engine, self.slots, self.slack, self.fit = engine, slots, slack, engine.fit
         self.timer = Stopwatch(engine.target.device)
         self.clock, self.wait = self.timer.clock, self.timer.wait
         self.settle = self.timer.settle

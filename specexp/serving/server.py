@@ -155,7 +155,7 @@ class Server:
         streams = tuple(row.stream if row and row.writing else None for row in used)
         load = Load(top, context, len(self.waiting), streams)
         begin = self.now
-        possible = self._possible(planned(self.policy, load), load, longest)
+        possible = self._possible(planned(self.policy, load, self.rows.fit), load, longest)
         reading = self.now
         plan, read = self._catch_up(possible, longest) if possible.tree.depth else (possible, ())
         load = load._replace(read=read, read_s=self.now - reading)

@@ -60,6 +60,9 @@ class SimulatedRows:
     def wait(self, until: float) -> None:
         self.time = max(self.time, until)
 
+    def fit(self, tree: Tree) -> None:
+        """Any draft can be simulated."""
+
     def unreadable(self, prompt: Sequence[int]) -> str:
         return ""
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import types
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -21,9 +22,12 @@ from specexp.drafters.model import DraftModel
 from specexp.errors import UserError
 from specexp.measure import one_pairing
 from specexp.models.load import of_module
-from specexp.policy import Plan
+from specexp.policy import Fixed, Plan
 from specexp.rules import Match, Reject
 from specexp.sequences import Verdict
+from specexp.serving.engine_rows import EngineRows
+from specexp.serving.requests import Request
+from specexp.serving.server import Server
 
 TEXTS = ["def mean(values):", "return sum(values)"]
 NAMES = "Drafter Engine Pairing Policy Rule Sampling Trace Tree load theory"
@@ -184,6 +188,23 @@ def test_prepared_of_a_function_is_built_on_the_loaded_target(load):
     pair = load(prepare, gamma=None)
     assert pair.deepest == pair.options["gamma"] == 2
     assert seen == [pair.target]
+
+
+@pytest.mark.parametrize(
+    ("tree", "line"),
+    [
+        (specexp.Tree.chain(3), "drafts at most 2 tokens ahead and the draft is 3 deep: use gamma"),
+        (specexp.Tree.branching(3), "keeps 2 candidates per token and a node of the tree has 3 ch"),
+    ],
+)
+def test_plan_that_the_drafter_cannot_draft_is_refused(load, tree, line):
+    pair = load(lambda request: Prepared(lambda target: Echo(), deepest=2, widest=2), gamma=2)
+    engine = specexp.Engine.of(pair.engine, policy=Fixed(tree))
+    server = Server(EngineRows(engine, 1, 64, tree.room), engine.policy)
+    server.submit(Request([1, 2], 4))
+    for run in (partial(engine.generate, [[1, 2]], 4), server.step):
+        with pytest.raises(UserError, match=f"policy Fixed: drafter echo {line}"):
+            run()
 
 
 def test_shipped_drafter_as_instance_gets_the_rule_for_its_q(load, draft, target):
@@ -373,7 +394,7 @@ def another_root(draft):
     ("spoil", "line"),
     [
         (lambda draft: draft.tokens, "drafter bad proposed a Tensor: return seqs.draft"),
-        (fewer, "drafter bad proposed tokens [2, 3] over 4 nodes for a tree of 4 nodes in 2 rows"),
+        (fewer, "drafter bad proposed tokens [2, 2] over 4 nodes for a tree of 4 nodes in 2 rows"),
         (put(282), "drafter bad proposed token 282, outside the vocabulary of 282 tokens"),
         (put(-2), "drafter bad proposed token -2, outside the vocabulary"),
         (another_root, "drafter bad changed the root"),

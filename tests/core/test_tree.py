@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specexp.errors import UserError
 from specexp.tree import Nodes, Tree
@@ -90,6 +91,24 @@ def test_tree_tensors_match_the_tree(tree):
         assert [c for c in nodes.children[0, i].tolist() if c >= 0] == children
 
 
+class Largest(TorchDispatchMode):
+    """`most`: the entries of the largest result."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, result.numel())
+        return result
+
+
+def test_wide_tree_takes_no_more_memory_than_a_deep_one():
+    parents = torch.tensor([Tree.branching(60).parents]).clamp(min=0)
+    with Largest() as seen:
+        Nodes.of(parents, 1, 60)
+    assert seen.most == 61 * 61
+
+
 @given(st.lists(trees(6), min_size=2, max_size=3), st.data())
 def test_rows_may_have_different_trees(rows, data):
     N = max(map(len, rows))
@@ -98,6 +117,13 @@ def test_rows_may_have_different_trees(rows, data):
     deepest = max(t.depth for t in padded)
     width = max(t.parents.count(i) for t in padded for i in range(N))
     nodes = Nodes.of(parents, deepest, width)
+    for row, tree in enumerate(padded):
+        below = [[j for j in range(N) if tree.parents[j] == i] for i in range(N)]
+        wanted = [children + [-1] * (width - len(children)) for children in below]
+        assert nodes.children[row].tolist() == wanted
+        assert [line.nonzero().flatten().tolist() for line in nodes.ancestors[row]] == [
+            path_to(tree, i) for i in range(N)
+        ]
     ok = torch.tensor([data.draw(st.lists(st.booleans(), min_size=N, max_size=N)) for _ in rows])
     path, n = nodes.accepted(ok)
     for row, tree in enumerate(padded):

@@ -151,6 +151,17 @@ def test_sampling_of_the_model_is_that_of_its_generation_config(folder):
     assert greedy.engine.sampling == Sampling()
 
 
+def test_variant_may_take_the_sampling_of_the_model(folder):
+    own = {"do_sample": True, "temperature": 0.7, "top_k": 20}
+    pair = specexp.load(folder(**own), "ngram", top_p=0.5)
+    changed = pair.with_(sampling="model")
+    assert changed.engine.sampling == Sampling(0.7, 20)
+    assert changed.options | {"temperature": 0.7, "sampling": "given"} == changed.options
+    assert changed.with_(temperature=0.3).engine.sampling == Sampling(0.3, 20)
+    with pytest.raises(UserError, match="leave them out"):
+        pair.with_(sampling="model", top_k=3)
+
+
 @pytest.mark.parametrize(
     ("says", "options", "message"),
     [({}, {"sampling": "own"}, "sampling 'own' is unknown; use given or model"),
