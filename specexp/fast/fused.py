@@ -28,7 +28,7 @@ from torch import Tensor
 from specexp.errors import first_line, ran_out
 from specexp.fast.cpu import build, passes
 from specexp.fast.cpu.passes import Native
-from specexp.fast.parts import joined, weights_of
+from specexp.fast.parts import beyond_weights, joined, weights_of
 from specexp.models import int8, lm, memory
 from specexp.models.cache import SlotCache
 from specexp.models.lm import Network, among_all, product
@@ -326,6 +326,8 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
         return None, "not all of its layers have the same window"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
+    if why := beyond_weights(module):
+        return None, why
 
     tokens = probe(module)
     try:

@@ -1,4 +1,4 @@
-"""What fused passes take from a module: its weights, joined."""
+"""What fused passes take from a module: its weights, joined. They are not made if it is more."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,29 @@ import torch
 from torch import Tensor, nn
 
 from specexp.models import int8
+from specexp.models.lm import Linear, ShortHead
+
+PRODUCTS = ("_proj", "lm_head")  # how the names of linear layers end
+INERT = "transformers.utils.output_capturing"  # its hooks only look
+
+
+def beyond_weights(module: nn.Module, **borrowed: Any) -> str:
+    """In words, what a part of this module, or one that it borrows, does that its weights do not
+    tell; "" if there is none. A probe need not show it: in bfloat16 an adapter may change logits by
+    no more than rounding."""
+    for name, part in (*module.named_modules(), *borrowed.items()):
+        hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+        if any(getattr(hook, "__module__", "") != INERT for hook in hooks):
+            return f"it has a hook on {name or 'itself'}"
+        if "forward" in vars(part):
+            return f"{name or 'it'} has a forward of its own"
+        if name.endswith(PRODUCTS) and type(part) not in (nn.Linear, Linear, ShortHead):
+            return f"{name} is no nn.Linear but a {type(part).__name__}"
+        if name.endswith("act_fn") and type(part).__name__ not in ("SiLU", "SiLUActivation"):
+            return f"{name} is no SiLU but a {type(part).__name__}"
+        if name.endswith("lm_head") and part.bias is not None:
+            return "its LM head has a bias"
+    return ""
 
 
 def weights_of(module: Any) -> list[Any]:
