@@ -236,7 +236,7 @@ class Fused:
         self.embed: Any = None if embed is None else embed.detach()
         self.rotary = rotary
         self.frequencies: Tensor = rotary.original_inv_freq  # others apply past the context only
-        self.norm, self.head = norm and Norm(norm), head
+        self.norm, self.head = norm and Norm(norm), head.detach()
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
         self.by_length_up_to = by_length_up_to(head)

@@ -310,6 +310,16 @@ def test_reassigned_weights_are_read_after_the_next_load_only(reassign):
     assert of_module(lm.module).net is again.net
 
 
+@pytest.mark.parametrize(("first", "wide"), [(0, 4), (0, 4096), (1, 4), (1, 4096)])
+def test_layers_of_unequal_shapes_are_not_compiled(first, wide, caplog):
+    module = made("llama", torch.float32)
+    mlp = module.model.layers[first].mlp
+    mlp.gate_proj, mlp.up_proj = torch.nn.Linear(32, wide), torch.nn.Linear(32, wide)
+    mlp.down_proj = torch.nn.Linear(wide, 32)
+    assert isinstance(of_module(module).net, Fused)
+    assert not caplog.text, "it was tried"
+
+
 def test_float64_is_not_compiled():
     assert not isinstance(of_module(made("llama", torch.float64)).net, Native)
 
