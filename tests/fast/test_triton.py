@@ -157,6 +157,26 @@ def test_weights_that_are_nan_draw_no_token_outside_the_vocabulary():
         assert ((tokens >= 0) & (tokens < V)).all()
 
 
+class Even(Sampling):
+    """Even tokens only."""
+
+    def law(self, logits):
+        odd = torch.arange(logits.shape[-1]) % 2 == 1
+        return super().law(logits.masked_fill(odd, -torch.inf))
+
+
+@pytest.mark.interpreter
+def test_law_of_a_class_of_ones_own_is_kept():
+    sampling, seqs = Even(0.9), Sequences.of([[1]] * 8, 3, slack=1)
+    draft = seqs.draft(Tree.chain(1).nodes("cpu"), torch.zeros(8, 1, dtype=torch.int64))
+    logits = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(0))
+    made = SimpleNamespace(sampling=sampling, rng=sampling.rng(0))
+    made.law = partial(Engine.law, made)
+    with interpreted():
+        for made.rule in (Match(), Reject()):
+            assert not (judged(draft, Forward(logits), made).new % 2).any()
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("learns", [0, 1])
 def test_product_that_is_trained_through_has_no_gradient(learns):
