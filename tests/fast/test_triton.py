@@ -106,20 +106,28 @@ def test_kernel_is_neither_compiled_nor_timed():
 )
 def test_gpu_that_runs_no_kernel_fails_rounds(card, why, monkeypatch, caplog):
     """Here there is none at all."""
-    home = ops.kernels_of(torch.device("cuda"))
+    home, second = ops.kernels_of(torch.device("cuda")), torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda x: (card, (0, 0))[x != second])
     monkeypatch.setattr(torch, "zeros", fails)
     home._tried.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "specexp"):
-            assert not home.triton_runs()
-            assert not home.triton_runs()
+            assert not home.triton_runs(second)
+            assert not home.triton_runs(second)
         [line] = [record.getMessage() for record in caplog.records]
         assert line == f"Triton's kernels are not used: {why}"
         assert "no Triton" in home.state()
     finally:
         home._tried.cache_clear()
+
+
+@pytest.mark.triton
+def test_kernel_on_one_of_two_gpus_takes_keywords(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    run = ops.kernels_of(torch.device("cuda")).on_device(lambda w, k: (w, k))
+    w = torch.zeros(1)
+    assert run(w, k=2) == (w, 2)
 
 
 @pytest.mark.triton
