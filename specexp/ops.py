@@ -22,9 +22,12 @@ T = TypeVar("T")
 KERNELS = {"cpu": "specexp.fast.cpu.ops", "cuda": "specexp.fast.gpu.ops"}  # modules, by device
 
 
+Ready = Callable[[torch.device], object]
+
+
 class Op(NamedTuple):
     reference: Callable[..., Any]
-    kernels: dict[str, tuple[Callable[..., Any], Callable[[], object]]]  # by device, with `ready`
+    kernels: dict[str, tuple[Callable[..., Any], Ready]]  # by device, with `ready`
     chosen: dict[torch.device, Callable[..., Any]]  # what runs on the devices met so far
 
 
@@ -52,10 +55,10 @@ def op(reference: Callable[P, T]) -> Callable[P, T]:
 
 
 def kernel(
-    operation: Callable[P, T], *devices: str, ready: Callable[[], object] = lambda: True
+    operation: Callable[P, T], *devices: str, ready: Ready = lambda device: True
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Register a function as an operation's kernel; it is used if `ready()`, called before the
-    first use, is true."""
+    """Register a function as an operation's kernel; it is used if `ready(device)`, called before
+    the first use on a device, is true."""
 
     def register(run: Callable[P, T]) -> Callable[P, T]:
         OPS[operation].kernels.update(dict.fromkeys(devices, (run, ready)))
@@ -102,5 +105,7 @@ def state(device: torch.device) -> str:
 
 def _choose(operation: Op, device: torch.device) -> Callable[..., Any]:
     kernels_of(device)  # registers its kernels
-    run, ready = operation.kernels.get(device.type, (operation.reference, fast))
-    return operation.chosen.setdefault(device, run if fast() and ready() else operation.reference)
+    run, ready = operation.kernels.get(device.type, (operation.reference, bool))
+    if not fast() or not ready(device):
+        run = operation.reference
+    return operation.chosen.setdefault(device, run)

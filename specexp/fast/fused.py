@@ -23,11 +23,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 import transformers  # imports a class when it is named: model classes take a second
-from torch import Tensor, nn
+from torch import Tensor
 
 from specexp.errors import first_line, ran_out
 from specexp.fast.cpu import build, passes
 from specexp.fast.cpu.passes import Native
+from specexp.fast.parts import beyond_weights, joined, weights_of
 from specexp.models import int8, lm, memory
 from specexp.models.cache import SlotCache
 from specexp.models.lm import Network, among_all, product
@@ -45,38 +46,11 @@ class Norm:
     """RMS norm (Zhang & Sennrich 2019) of x [..., E], by the weight and epsilon of a module."""
 
     def __init__(self, module: Any) -> None:
-        self.weight: Tensor = module.weight
+        self.weight: Tensor = module.weight.detach()
         self.eps: float = module.variance_epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def joined(parts: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """One matrix [sum of outputs, inputs] and one bias, or None, which hold the rows of all parts
-    in order. The parts' parameters become views of them, so that no weight is stored twice."""
-    return _side_by_side([p.weight for p in parts]), (
-        None if parts[0].bias is None else _side_by_side([p.bias for p in parts])
-    )
-
-
-def _side_by_side(parts: list[Tensor]) -> Tensor:
-    first, size = parts[0], sum(len(p) for p in parts)
-    if int8.is_quantised(first):
-        return int8.joined(parts, _side_by_side)
-    at = first.storage_offset()
-    for p in parts:
-        if p.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or (
-            p.storage_offset() != at
-        ):
-            break
-        at += p.numel()
-    else:
-        return first.detach().as_strided((size, *first.shape[1:]), first.stride())
-    whole = torch.cat([p.data for p in parts])
-    for p, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
-        p.data = view
-    return whole
 
 
 @dataclass(frozen=True)
@@ -218,9 +192,9 @@ class Layer:
         self.before = first and Norm(first)
         self.after = Norm(layer.post_attention_layernorm)
         self.qkv, self.qkv_bias = joined([attn.q_proj, attn.k_proj, attn.v_proj])
-        self.out, self.out_bias = attn.o_proj.weight, attn.o_proj.bias
+        self.out, self.out_bias = joined([attn.o_proj])
         self.up, self.up_bias = joined([mlp.gate_proj, mlp.up_proj])
-        self.down, self.down_bias = mlp.down_proj.weight, mlp.down_proj.bias
+        self.down, self.down_bias = joined([mlp.down_proj])
         self.norms = (Norm(attn.q_norm), Norm(attn.k_norm)) if hasattr(attn, "q_norm") else None
         self.head_dim, self.scale = attn.head_dim, attn.scaling
         self.heads = attn.q_proj.out_features // self.head_dim
@@ -259,9 +233,10 @@ class Fused:
         vocab: int = 0, made: Callable[[Any], Layer] = Layer,
     ) -> None:  # fmt: skip
         self.layers = [made(layer) for layer in layers]
-        self.embed, self.rotary = embed, rotary
+        self.embed: Any = None if embed is None else embed.detach()
+        self.rotary = rotary
         self.frequencies: Tensor = rotary.original_inv_freq  # others apply past the context only
-        self.norm, self.head = norm and Norm(norm), head
+        self.norm, self.head = norm and Norm(norm), head.detach()
         self.beside = beside and (Norm(beside[0]), Norm(beside[1]))
         self.adds, self.ids, self.vocab = adds, ids, vocab or len(head)
         self.by_length_up_to = by_length_up_to(head)
@@ -314,18 +289,21 @@ class Fused:
 def network(module: Any, name: str, vocab: int) -> Network:
     """The module's fused passes, compiled if they can be, with logits of the first `vocab` tokens.
     NotImplemented for what is no transformers model and, after a warning that says why, for a
-    module that cannot be fused. All LMs of one module and vocabulary share the passes."""
+    module that cannot be fused. All LMs of one module and vocabulary share the passes, until the
+    module has other weights."""
     if not isinstance(module, transformers.PreTrainedModel):
         return NotImplemented
     networks = _FUSED.setdefault(module, {})
-    key = vocab, build.off()
-    if key not in networks:
-        networks[key], why = _fuse(module, vocab)
-        warn(name, networks[key], why)
-    return networks[key] or NotImplemented
+    net, its_weights = networks.get(key := (vocab, build.off()), (None, None))
+    if its_weights != weights_of(module):
+        net, why = _fuse(module, vocab)
+        networks[key] = net, weights_of(module)  # joining has moved them
+        warn(name, net, why)
+    return net or NotImplemented
 
 
-_FUSED: WeakKeyDictionary[Any, dict[tuple[int, bool], Fused | Native | None]] = WeakKeyDictionary()
+# By vocabulary and `build.off()`: the passes, and the `weights_of` the module that they are of.
+_FUSED: WeakKeyDictionary[Any, dict[tuple[int, bool], tuple[Any, Any]]] = WeakKeyDictionary()
 # The relative difference of logits that rounding alone may cause through many layers.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 
@@ -348,6 +326,8 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
         return None, "not all of its layers have the same window"
     if not all(map(int8.by_rows, module.parameters())):
         return None, "its weights are neither plain tensors nor quantised by rows"
+    if why := beyond_weights(module):
+        return None, why
 
     tokens = probe(module)
     try:

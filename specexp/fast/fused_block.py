@@ -22,6 +22,7 @@ from specexp.fast.fused import (
     product_swiglu,
     rotate_and_store,
 )
+from specexp.fast.parts import beyond_weights
 from specexp.models.cache import SlotCache
 from specexp.models.heads import block as blocks
 from specexp.models.heads.block import Block
@@ -103,8 +104,9 @@ def _fuse(block: Block, vocab: int) -> tuple[FusedBlock | None, str]:
         return None, "its layers have windows"
     if (shape.embeds_by, shape.scale, shape.cap) != (1, 1, 0):
         return None, "it scales embeddings or logits"
-    if not shape.draft_vocab and getattr(block.borrowed[1], "bias", None) is not None:
-        return None, "the head it borrows has a bias"
+    borrowed = {} if shape.draft_vocab else {"lm_head": block.borrowed[1]}
+    if why := beyond_weights(block, **borrowed):
+        return None, why
     tokens = fused.probe(block)[:, : shape.block]
     at, cache = fused.whole_sequence(len(block.layers), tokens)
     try:

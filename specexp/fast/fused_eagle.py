@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused, product
+from specexp.fast.parts import beyond_weights
 from specexp.models.cache import SlotCache
 from specexp.models.heads import eagle as layers
 from specexp.models.heads.eagle import Eagle
@@ -59,8 +60,9 @@ def network(eagle: nn.Module, name: str, vocab: int) -> Network:
 
 @torch.inference_mode()
 def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
-    if not eagle.shape.fused and getattr(eagle.borrowed[1], "bias", None) is not None:
-        return None, "the head it borrows has a bias"
+    borrowed = {} if eagle.shape.fused else {"lm_head": eagle.borrowed[1]}
+    if why := beyond_weights(eagle, **borrowed):
+        return None, why
     layers = eagle.config.num_hidden_layers
     tokens = fused.probe(eagle)
     features = torch.linspace(

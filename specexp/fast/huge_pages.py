@@ -22,13 +22,17 @@ LINE = 64  # bytes of a cache line
 def place_weights(module: Any) -> None:
     """Move a module's parameters to huge pages: matrices first, then vectors, each in the module's
     order. Quantised weights and those on other devices stay where they are, and so does everything
-    if the parameters together are smaller than one huge page."""
+    if the parameters together are smaller than one huge page, or memory does not hold them twice.
+    """
     plain = (p for p in module.parameters() if p.device.type == "cpu" and not int8.is_quantised(p))
     weights = sorted(plain, key=lambda p: p.dim() < 2)
     size = sum(_padded(p) for p in weights)
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # a system that promises no more memory than it has
+        return
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     parts = torch.frombuffer(memory, dtype=torch.uint8).split([_padded(p) for p in weights])

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specexp.fast import fused
 from specexp.fast.fused import ROUNDING, AttentionInfo, attention
+from specexp.fast.parts import weights_of
 from specexp.models import load
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM, Network, Unfused
@@ -217,13 +218,15 @@ def network(module: Any, name: str, vocab: int) -> Network:
     """The module's lighter passes; NotImplemented if none agree with the module."""
     if not isinstance(module, PreTrainedModel):
         return NotImplemented
-    if module not in _LIGHTER:
-        _LIGHTER[module] = _lighter(module, name, vocab)
-    net: Any = _LIGHTER[module] or NotImplemented
-    return net
+    weights = weights_of(module)
+    net, its_weights = _LIGHTER.get(module, (None, None))
+    if its_weights != weights:
+        net = _lighter(module, name, vocab)
+        _LIGHTER[module] = net, weights
+    return net or NotImplemented
 
 
-_LIGHTER: WeakKeyDictionary[Any, Lighter | None] = WeakKeyDictionary()
+_LIGHTER: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # and its weights
 
 
 @torch.inference_mode()

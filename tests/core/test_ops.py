@@ -96,7 +96,7 @@ def test_specexp_fast_off_runs_references(home, unnamed, monkeypatch):
 
 
 def test_kernel_that_is_not_ready_does_not_run(home, unnamed):
-    ops.kernel(named, "cpu", ready=lambda: False)(lambda x: "kernel")
+    ops.kernel(named, "cpu", ready=lambda device: False)(lambda x: "kernel")
     assert named(torch.ones(1)) == "reference"
 
 

@@ -308,6 +308,44 @@ def test_weights_changed_in_place_change_passes():
     assert apart(after, passed(unfused(lm.module), ())[1].logits) < 1e-5
 
 
+def halved(module):
+    module.to(torch.bfloat16)
+
+
+def moved(module):
+    for parameter in module.parameters():
+        parameter.data = 1.1 * parameter.data
+
+
+def assigned(module):
+    module.load_state_dict({k: 1.1 * v for k, v in module.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("reassign", [halved, moved, assigned])
+def test_reassigned_weights_are_read_after_the_next_load_only(reassign):
+    lm = compiled("biased")
+    before = passed(lm, ())[1].logits
+    reassign(lm.module)
+    others = [torch.full_like(p, torch.nan) for p in lm.module.parameters()]  # over what was freed
+    assert torch.equal(passed(lm, ())[1].logits, before)
+    del others
+    again = of_module(lm.module)
+    assert isinstance(again.net, Native)
+    exact = unfused(deepcopy(lm.module).double())
+    assert apart(passed(again, ())[1].logits, passed(exact, ())[1].logits) < NEAR[again.dtype]
+    assert of_module(lm.module).net is again.net
+
+
+@pytest.mark.parametrize(("first", "wide"), [(0, 4), (0, 4096), (1, 4), (1, 4096)])
+def test_layers_of_unequal_shapes_are_not_compiled(first, wide, caplog):
+    module = made("llama", torch.float32)
+    mlp = module.model.layers[first].mlp
+    mlp.gate_proj, mlp.up_proj = torch.nn.Linear(32, wide), torch.nn.Linear(32, wide)
+    mlp.down_proj = torch.nn.Linear(wide, 32)
+    assert isinstance(of_module(module).net, Fused)
+    assert not caplog.text, "it was tried"
+
+
 def test_float64_is_not_compiled():
     assert not isinstance(of_module(made("llama", torch.float64)).net, Native)
 

@@ -52,7 +52,7 @@ def registered() -> list[object]:
         for call, op in ops.OPS.items():
             if call in WHOLE or kernel not in op.kernels:
                 continue
-            if how == "interpreted" or op.kernels[kernel][1]():
+            if how == "interpreted" or op.kernels[kernel][1](torch.device(kernel)):
                 name, marks = f"{call.__qualname__}-{how}", [pytest.mark.cuda] * (how == "cuda")
                 cases.append(pytest.param(call, kernel, how, id=name, marks=marks))
     return cases

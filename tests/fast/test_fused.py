@@ -215,28 +215,58 @@ def gelu(net):
     net.model.layers[1].mlp.act_fn = torch.nn.GELU()
 
 
+def rotated(net):
+    net.model.rotary_emb.inv_freq *= 1.5
+
+
 def scaled(net):
-    net.model.layers[0].self_attn.o_proj.register_forward_hook(lambda m, i, out: 1.1 * out)
+    net.model.layers[0].self_attn.o_proj.register_forward_hook(lambda m, i, out: 1.001 * out)
 
 
-def renamed(net):
+def replaced(net):
     mlp = net.model.layers[0].mlp
-    mlp.widen = mlp.up_proj
-    del mlp.up_proj
-    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.widen(x))
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"), [(gelu, "differ by"), (scaled, "differ by"), (renamed, "up_proj")]
-)
-def test_network_that_differs_is_unfused_and_logged(spoil, said, caplog):
-    net = made("llama")
+def shifted(net):
+    net.lm_head.bias = torch.nn.Parameter(torch.ones_like(net.lm_head.weight[:, 0]))
+
+
+class Adapted(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 1.0001
+
+
+def adapted(net):
+    net.model.layers[1].self_attn.o_proj.__class__ = Adapted
+
+
+BEYOND = [
+    (scaled, "it has a hook on model.layers.0.self_attn.o_proj"),
+    (replaced, "model.layers.0.mlp has a forward of its own"),
+    (gelu, "model.layers.1.mlp.act_fn is no SiLU but a GELU"),
+    (adapted, "model.layers.1.self_attn.o_proj is no nn.Linear but a Adapted"),
+    (shifted, "its LM head has a bias"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), [(rotated, "differ by"), *BEYOND])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_network_that_differs_is_unfused_and_logged(spoil, said, dtype, caplog):
+    net = made("llama", dtype)
     spoil(net)
     with caplog.at_level(logging.WARNING, "specexp"):
         assert isinstance(of_module(net, "mine").net, Unfused)
     [line] = [r.getMessage() for r in caplog.records]
     assert line.startswith("mine: run by transformers, not fused, because ")
     assert said in line
+
+
+def test_hooks_with_which_transformers_captures_states_do_not_matter():
+    net = made("llama")
+    net(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
+    assert any(part._forward_hooks for part in net.modules())
+    assert isinstance(of_module(net).net, Fused)
 
 
 def test_rounding_that_float64_would_show_is_no_fault_of_the_model():

@@ -110,9 +110,16 @@ def test_block_that_cannot_be_fused_is_run_as_it_is_and_logged(changes, said, ca
     assert said in line
 
 
+def test_block_that_borrows_an_adapted_head_is_run_as_it_is(caplog):
+    block = made("DFlash", torch.float32)
+    block.borrowed[1].register_forward_hook(lambda m, args, out: out)
+    assert blocks.network(block, "mine", V) is block
+    assert "it has a hook on lm_head" in caplog.text
+
+
 def test_block_that_differs_is_run_as_it_is(caplog):
     block = made("DFlash", torch.float32)
-    block.layers[0].mlp.act_fn = torch.nn.GELU()
+    block.rotary.inv_freq *= 1.5
     with caplog.at_level(logging.WARNING, "specexp"):
         assert not isinstance(blocks.network(block, "mine", V), FusedBlock)
     assert "differ by" in caplog.text

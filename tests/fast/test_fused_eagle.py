@@ -141,7 +141,11 @@ def biased(eagle):
 
 
 def odd(eagle):
-    eagle.layers[0].mlp.act_fn = torch.nn.GELU()
+    eagle.rotary.inv_freq *= 1.5
+
+
+def hooked(eagle):
+    eagle.layers[0].mlp.register_forward_pre_hook(lambda m, args: args)
 
 
 def broken(eagle):
@@ -149,7 +153,13 @@ def broken(eagle):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"), [(biased, "has a bias"), (odd, "differ by"), (broken, "differ by nan")]
+    ("spoil", "said"),
+    [
+        (biased, "has a bias"),
+        (odd, "differ by"),
+        (hooked, "it has a hook on layers.0.mlp"),
+        (broken, "differ by nan"),
+    ],
 )
 def test_eagle_layer_that_differs_is_unfused_and_logged(spoil, said, caplog):
     eagle = made("eagle", torch.float32)

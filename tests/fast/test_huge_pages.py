@@ -55,6 +55,17 @@ def test_module_smaller_than_a_page_is_not_moved():
     assert storages(module) == before
 
 
+def test_module_that_memory_does_not_hold_twice_is_not_moved(monkeypatch):
+    def full(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    module = model()
+    before = storages(module)
+    monkeypatch.setattr(huge_pages.mmap, "mmap", full)
+    huge_pages.place_weights(module)
+    assert storages(module) == before
+
+
 def test_system_without_huge_pages_moves_nothing(monkeypatch):
     module = model()
     before = storages(module)

@@ -106,20 +106,28 @@ def test_kernel_is_neither_compiled_nor_timed():
 )
 def test_gpu_that_runs_no_kernel_fails_rounds(card, why, monkeypatch, caplog):
     """Here there is none at all."""
-    home = ops.kernels_of(torch.device("cuda"))
+    home, second = ops.kernels_of(torch.device("cuda")), torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda x: (card, (0, 0))[x != second])
     monkeypatch.setattr(torch, "zeros", fails)
     home._tried.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "specexp"):
-            assert not home.triton_runs()
-            assert not home.triton_runs()
+            assert not home.triton_runs(second)
+            assert not home.triton_runs(second)
         [line] = [record.getMessage() for record in caplog.records]
         assert line == f"Triton's kernels are not used: {why}"
         assert "no Triton" in home.state()
     finally:
         home._tried.cache_clear()
+
+
+@pytest.mark.triton
+def test_kernel_on_one_of_two_gpus_takes_keywords(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    run = ops.kernels_of(torch.device("cuda")).on_device(lambda w, k: (w, k))
+    w = torch.zeros(1)
+    assert run(w, k=2) == (w, 2)
 
 
 @pytest.mark.triton
@@ -155,6 +163,26 @@ def test_weights_that_are_nan_draw_no_token_outside_the_vocabulary():
             drawn.append(judged(draft, Forward(p), made).new)
     for tokens in drawn:
         assert ((tokens >= 0) & (tokens < V)).all()
+
+
+class Even(Sampling):
+    """Even tokens only."""
+
+    def law(self, logits):
+        odd = torch.arange(logits.shape[-1]) % 2 == 1
+        return super().law(logits.masked_fill(odd, -torch.inf))
+
+
+@pytest.mark.interpreter
+def test_law_of_a_class_of_ones_own_is_kept():
+    sampling, seqs = Even(0.9), Sequences.of([[1]] * 8, 3, slack=1)
+    draft = seqs.draft(Tree.chain(1).nodes("cpu"), torch.zeros(8, 1, dtype=torch.int64))
+    logits = torch.randn(8, 2, 8, generator=torch.Generator().manual_seed(0))
+    made = SimpleNamespace(sampling=sampling, rng=sampling.rng(0))
+    made.law = partial(Engine.law, made)
+    with interpreted():
+        for made.rule in (Match(), Reject()):
+            assert not (judged(draft, Forward(logits), made).new % 2).any()
 
 
 @pytest.mark.interpreter

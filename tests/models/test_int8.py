@@ -47,6 +47,16 @@ def check(target: str, drafter: str, **more) -> list[str]:
     )
 
 
+def test_partly_quantised_model_is_not_compiled(caplog):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    module = tiny_llama(0, hidden_size=128)
+    config = Int8WeightOnlyConfig(set_inductor_config=False)
+    quantize_(module, config, lambda part, name: name.endswith("down_proj"))
+    assert isinstance(load.of_module(module).net, Fused)
+    assert not caplog.text, "it was tried"
+
+
 def quantised_layers(module: nn.Module) -> list[str]:
     return [
         name

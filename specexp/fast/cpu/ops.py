@@ -42,7 +42,7 @@ def state() -> str:
 
 def compiled(operation: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Register a function as an operation's kernel, which is used if there is compiled code."""
-    return ops.kernel(operation, "cpu", ready=build.library)
+    return ops.kernel(operation, "cpu", ready=lambda _: build.library())
 
 
 def packed(dtype: torch.dtype, *tensors: Tensor) -> bool:

@@ -3,11 +3,13 @@
 As torch's operations, a small model's pass is some six hundred calls of a few microseconds each,
 three times as long as it takes to read the weights. A token's logits are equal to the last bit
 whatever tokens share its pass, so verifying a chain gives exactly what plain decoding gives. The
-weights must be plain float32 or bfloat16 tensors on a CPU; networks with others run uncompiled.
+weights must be plain float32 or bfloat16 tensors on a CPU, and all layers of the same shapes;
+networks with others run uncompiled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ctypes import CDLL, POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -127,16 +129,36 @@ def _layer(layer: Any) -> Layer:
     return Layer(*norms, *map(address, (layer.qkv, layer.out, layer.up, layer.down, *biases)))
 
 
+def _shapes(fused: Any) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """All tensors whose addresses a `Native` holds, each with the shape that passes.cpp takes it to
+    have: layers are like the first, but that the first may read embeddings and states."""
+    first, E = fused.layers[0], fused.head.shape[1]
+    Q, wide = (first.heads + 2 * first.keys) * first.head_dim, first.heads * first.head_dim
+    yield from ((w, (len(w), E)) for w in (fused.embed, fused.head) if w is not None)
+    yield from ((norm.weight, (E,)) for norm in (fused.norm, *(fused.beside or ())) if norm)
+    for layer in fused.layers:
+        reads = 2 * E if fused.beside and layer is first else E
+        sides = {"qkv": (Q, reads), "out": (E, wide), "up": (2 * first.hidden, E)}
+        for name, shape in (sides | {"down": (E, first.hidden)}).items():
+            yield getattr(layer, name), shape
+            if (bias := getattr(layer, f"{name}_bias")) is not None:
+                yield bias, shape[:1]
+        yield from ((norm.weight, (E,)) for norm in (layer.before, layer.after) if norm)
+        yield from ((norm.weight, (first.head_dim,)) for norm in layer.norms or ())
+
+
 def of(fused: Any) -> Native | None:
     """The compiled passes of a `Fused` network; None if there is no compiled code for its layers or
     weights, or its rotation covers only a part of a head."""
     if not all(layer.compiles for layer in fused.layers):
         return None
-    weights = [w for w in (fused.embed, fused.head) if w is not None]
-    weights += [layer.qkv for layer in fused.layers]
-    kinds = {(type(w) in (Tensor, torch.nn.Parameter), w.device.type, w.dtype) for w in weights}
-    if kinds not in ({(True, "cpu", torch.float32)}, {(True, "cpu", torch.bfloat16)}):
+    dtype = fused.head.dtype
+    if dtype not in (torch.float32, torch.bfloat16):
         return None
+    for w, shape in _shapes(fused):
+        plain = type(w) is Tensor and w.is_cpu and w.dtype == dtype and w.is_contiguous()
+        if not plain or w.shape != shape:
+            return None
     if 2 * len(fused.frequencies) != fused.layers[0].head_dim:
         return None
     code = library()

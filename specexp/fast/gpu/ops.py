@@ -39,39 +39,39 @@ def on_device(run: Callable[..., Any]) -> Callable[..., Any]:
         return run
 
     @wraps(run)
-    def guarded(*args: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         placed = next(x for x in args if hasattr(x, "device"))  # a tensor, or what has tokens
         with torch.cuda.device_of(getattr(placed, "tokens", placed)):
-            return run(*args)
+            return run(*args, **kwargs)
 
     return guarded
 
 
-def triton_runs() -> bool:
-    """Whether Triton's kernels run here; False with SPECEXP_NATIVE=off."""
-    return not switched_off("SPECEXP_NATIVE") and _tried()
+def triton_runs(device: torch.device = torch.device("cuda")) -> bool:
+    """Whether Triton's kernels run on this GPU; False with SPECEXP_NATIVE=off."""
+    return not switched_off("SPECEXP_NATIVE") and _tried(device)
 
 
 @cache
-def _tried() -> bool:
+def _tried(device: torch.device) -> bool:
     """Whether the kernels of sampling run on this GPU, which are tried here; if not, a warning says
     why. Those of passes are tried when a model is loaded (fused.py)."""
     if not kernels or not torch.cuda.is_available():
         return False
     try:
-        if (card := torch.cuda.get_device_capability()) < LEAST:
+        if (card := torch.cuda.get_device_capability(device)) < LEAST:
             raise RuntimeError("compute capability {}.{} is below {}.{}".format(*card, *LEAST))
-        token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
-        text, tree = Sequences.empty(1, 4, device="cuda"), Tree.chain(1).nodes("cuda")
-        noise, logits = Noise(0), torch.zeros(1, 2, 2, device="cuda")
-        p = laws.law(Sampling(1.0), logits)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        text, tree = Sequences.empty(1, 4, device=device), Tree.chain(1).nodes(device)
+        noise, logits = Noise(0), torch.zeros(1, 2, 2, device=device)
+        p = on_device(laws.law)(Sampling(1.0), logits)
         draft = text.draft(tree, token, p)
         draft.keys = draft.tokens
-        sampling.race(noise, p, draft.keys, 1)
-        sampling.categorical(noise, p, draft.keys, 1)
+        on_device(sampling.race)(noise, p, draft.keys, 1)
+        on_device(sampling.categorical)(noise, p, draft.keys, 1)
         warm = SimpleNamespace(rule=rules.Reject(), sampling=Sampling(1.0), rng=noise)
-        gpu_rules.judged(draft, SimpleNamespace(logits=logits), warm)
-        torch.cuda.synchronize()
+        on_device(gpu_rules.judged)(draft, SimpleNamespace(logits=logits), warm)
+        torch.cuda.synchronize(device)
     except Exception as e:  # for example, Triton does not know the driver, compiler or card
         log.warning(UNUSED, first_line(e))
         return False
@@ -126,7 +126,7 @@ else:
 def network(module: Any, name: str, vocab: int) -> lm.Network:
     """The module's fused passes; if there are none and Triton's kernels run, its lighter passes."""
     net = fused.network(module, name, vocab)
-    settled = net is not NotImplemented or not triton_runs()
+    settled = net is not NotImplemented or not triton_runs(module.device)
     return net if settled else lighter.network(module, name, vocab)
 
 

@@ -50,7 +50,7 @@ from specexp.fast.gpu.sampling import (
     uniform,
 )
 from specexp.rules import Block, Match, Reject
-from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, likeliest
+from specexp.sampling import ACCEPT, RESIDUAL, TOKEN, Certain, Noise, Sampling, likeliest
 from specexp.sequences import Draft, Verdict
 
 
@@ -344,6 +344,8 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     logits, nodes = seen.logits, draft.nodes
     B, N, V = logits.shape
     if type(rule) not in (Match, Reject, Block) or not walkable(draft):
+        return NotImplemented
+    if type(sampling) is not Sampling:  # another may have a law of its own
         return NotImplemented
     if type(rule) is Block and nodes.deepest != N - 1:
         return NotImplemented  # the reference raises an error that says why
