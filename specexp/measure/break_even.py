@@ -205,7 +205,8 @@ def tax(
     )
     rows = []
     for batch, part in samples.groupby("batch"):
-        (times,) = statistics.simultaneous([summaries.speedup(part, inverse=True)])
+        (pace,) = statistics.simultaneous([summaries.round_draws(part)])
+        times = Interval(1 / pace.value, 1 / pace.high, 1 / pace.low)
         rows.append({"batch": batch} | times.plus(-1).columns("tax"))
     return pd.DataFrame(rows)
 

@@ -35,7 +35,7 @@ from specexp.policy import Fixed, Load, Policy
 from specexp.rules import drawn_from
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.serving.cost_table import CALM
-from specexp.trace import Step, Trace
+from specexp.trace import Acceptance, Step, Trace
 from specexp.tree import Tree
 
 UNTIMED_BATCH = 16  # prompts in a batch where nothing is timed
@@ -197,38 +197,39 @@ def throughput(
 ) -> pd.DataFrame:  # fmt: skip
     """Speculation and plain decoding take turns on static batches of each size.
 
-    Every size sees the same prompts: the first max(batches), repeated to fill a batch. A size with
-    fewer than `statistics.MIN_REPEATS` samples is repeated more often. EOS is ignored and only
-    rounds in which every row is live are counted, so the batch really has that size.
+    Every size sees all prompts; the last batch is filled with some of them again, which do not
+    count. A size with fewer than `statistics.MIN_REPEATS` batches is repeated more often. EOS is
+    ignored and only rounds in which every row is live are timed, so the batch really has that size;
+    tokens count in all rounds, as for one stream.
 
-    One row per batch of prompts and repeat, with columns pairing, gamma, batch, number (of the
-    batch of prompts), repeat; s, tokens, plain_s, plain_tokens as in `latency_by_arm`, for the
-    whole batch; context (slots of the batch's buffer, without those of a draft); and the counts of
-    `acceptance`."""
+    One row per batch size, prompt and repeat: the columns of `acceptance`, and batch, number (of
+    the batch of prompts), repeat; s, tokens, plain_s, plain_tokens as in `latency_by_arm`, where
+    the seconds are the prompt's share of its batch's: its rounds times `row_round_s`; and context
+    (slots of the batch's buffer, without those of a draft)."""
     fast, plain = pairing.with_().engine, pairing.engine.plain()
     fast.eos = plain.eos = ()
-    prompts = prompts[: max(batches)]
     texts = pairing.encode([p.text for p in prompts])
     notes = dict.fromkeys(batches, remembers(fast, texts, max_new_tokens))
     rows: list[dict[str, Any]] = []
     for batch in batches:
         count = -(-len(texts) // batch)
-        often, endless = max(repeats, -(-statistics.MIN_REPEATS // count)), cycle(texts)
+        often = max(repeats, -(-statistics.MIN_REPEATS // count))
+        endless = cycle(zip(prompts, texts, strict=True))
         items = [list(islice(endless, batch)) for _ in range(count)] * often
-        engines = {PLAIN: plain, "fast": fast}
-        turns = _by_turns(engines, items, max_new_tokens, f"throughput, batch {batch}")
-        for (repeat, number), ids, traces in zip(
-            product(range(often), range(count)), items, turns, strict=True
-        ):
-            s, tokens = full_batch(traces["fast"])
-            plain_s, plain_tokens = full_batch(traces[PLAIN])
-            rows.append(
-                {"pairing": pairing.drafter, "gamma": _deepest(fast.policy), "batch": batch}
-                | {"number": number, "repeat": repeat, "s": s, "tokens": tokens}
-                | {"plain_s": plain_s, "plain_tokens": plain_tokens}
-                | {"context": max(map(len, ids)) + max_new_tokens}
-                | _counts(traces["fast"])
-            )
+        ids = [[text for _, text in item] for item in items]
+        engines, numbers = {PLAIN: plain, "fast": fast}, product(range(often), range(count))
+        turns = _by_turns(engines, ids, max_new_tokens, f"throughput, batch {batch}")
+        for (repeat, number), item, traces in zip(numbers, items, turns, strict=True):
+            s, plain_s = row_round_s(traces["fast"]), row_round_s(traces[PLAIN])
+            context = max(len(text) for _, text in item) + max_new_tokens
+            for row, (prompt, _) in enumerate(item[: len(prompts) - number * batch]):
+                counts, plain_passes = _counts(traces["fast"], row), len(traces[PLAIN].steps(row))
+                rows.append(
+                    _labels(pairing, prompt) | counts
+                    | {"batch": batch, "number": number, "repeat": repeat, "context": context}
+                    | {"s": s * counts["passes"], "tokens": counts["emitted"]}
+                    | {"plain_s": plain_s * plain_passes, "plain_tokens": plain_passes}
+                )  # fmt: skip
     return _drop_remembered_repeats(pd.DataFrame(rows), "batch", notes)
 
 
@@ -275,10 +276,10 @@ def _drop_remembered_repeats(
     return samples[(samples["repeat"] == 0) | ~samples[by].isin(remembering)]
 
 
-def full_batch(trace: Trace) -> tuple[float, int]:
-    """Seconds and delivered tokens of the rounds in which every row was live."""
+def row_round_s(trace: Trace) -> float:
+    """A row's share of a round's seconds, over the rounds in which every row was live."""
     full = [r for r in trace.rounds if len(r.steps) == trace.batch]
-    return full[-1].end_s - trace.prefill_s, sum(s.emitted for r in full for s in r.steps)
+    return (full[-1].end_s - trace.prefill_s) / (len(full) * trace.batch)
 
 
 def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
@@ -417,15 +418,15 @@ def added_bytes(engine: Engine) -> int:
     return sum(weight.nbytes for address, weight in own.items() if address not in shared)
 
 
-def _counts(trace: Trace, row: int | None = None) -> dict[str, Any]:
-    """Columns: counts of one row (or of all), their `Acceptance`, and the rounds behind them."""
-    record = trace.acceptance if row is None else trace.by_row[row]
+def _counts(trace: Trace, row: int = 0) -> dict[str, Any]:
+    """Columns: counts of one row, their `Acceptance`, and the rounds behind them."""
+    record = Acceptance.of(trace.steps(row))
     record.check()
     rounds = [
         (number, r.end_s, s.row, s.drafted, s.accepted, s.emitted)
         for number, r in enumerate(trace.rounds)
         for s in r.steps
-        if row is None or s.row == row
+        if s.row == row
     ]
     return {
         "drafted": record.drafted, "accepted": record.accepted, "emitted": record.emitted,

@@ -1,12 +1,12 @@
 """95 % intervals of ratios and rates that hold their level with few prompts, and for the best of
 several arms.
 
-The unit is a prompt (or a batch of them), never a token: the draft tokens of one output are not
-independent. Five prompts that look alike say little about a sixth. So an interval over prompts
-counts one more that was not seen: at the lower end as bad, at the upper end as good as a prompt may
-be. Units are weighted at random, with Dirichlet weights (Rubin 1981); with the extreme unit among
-them the ends are Gaffke's bounds (2005), which for units that are all or nothing are those of
-Clopper and Pearson.
+The unit is a prompt, never a token: the draft tokens of one output are not independent. Five
+prompts that look alike say little about a sixth. So an interval over prompts counts one more that
+was not seen: at the lower end as bad, at the upper end as good as a prompt may be. Units are
+weighted at random, with Dirichlet weights (Rubin 1981); with the extreme unit among them the ends
+are Gaffke's bounds (2005), which for units that are all or nothing are those of Clopper and
+Pearson.
 
 How far the unseen prompt may lie: a kind of text that makes up a fifth of all is missed by up to
 `MIN_PROMPTS - 1` prompts more than once in forty times (0.8^16 = 2.8 %). With so few it is up to
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +67,14 @@ class Draws(NamedTuple):
     high: np.ndarray
     doubt: str = ""
 
+    def under(self, noise: Draws) -> Draws:
+        """The same with the relative spread of another value, which is independent of it."""
+        low, high = (
+            own * of_noise[::-1] / noise.value
+            for own, of_noise in ((self.low, noise.low), (self.high, noise.high))
+        )
+        return Draws(self.value, low, high, self.doubt or noise.doubt)
+
 
 def simultaneous(arms: Sequence[Draws]) -> list[Interval]:
     """Intervals of several arms that all hold at once with 95 %, so that any of them may be picked.
@@ -91,21 +98,21 @@ def _quantiles(draws: np.ndarray) -> np.ndarray:
 
 def speedup(*columns: ArrayLike, same_work: bool = False) -> Interval:
     """That of the `columns` of `speedup_draws`, with its interval."""
-    return simultaneous([speedup_draws(*columns, batch=inf if same_work else 1)])[0]
+    return simultaneous([speedup_draws(*columns, same_work=same_work)])[0]
 
 
 def speedup_draws(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike,
-    *, batch: float = 1,
+    *, same_work: bool = False,
 ) -> Draws:  # fmt: skip
-    """Seconds per delivered token of plain decoding over speculation's, from paired units [n].
-    batch: prompts in a unit; infinite where units repeat the same work."""
+    """Seconds per delivered token of plain decoding over speculation's, from paired units [n]:
+    prompts, or repeats of the same work."""
     data = _columns(plain_s, plain_tokens, fast_s, fast_tokens)
     each, usual = _speedup(*data), data.mean(1)
-    slow, fast = _unseen_range(1 / each, batch)[1], _unseen_range(each, batch)[1]
+    slow, fast = (_unseen_range(x, same_work)[1] for x in (1 / each, each))
     worst = usual * [1, 1, slow * _speedup(*usual), 1]  # what takes long weighs more at either end
     best = usual * [fast / _speedup(*usual), 1, 1, 1]
-    return _bootstrap(_speedup, data, np.array([worst, best]), batch)
+    return _bootstrap(_speedup, data, np.array([worst, best]), same_work)
 
 
 def _speedup(plain_s: Any, plain_tokens: Any, fast_s: Any, fast_tokens: Any) -> Any:
@@ -119,12 +126,12 @@ def ratio(
 
     most: what each unit would have below if it had nothing above: a text of which no draft token is
     accepted takes a pass for every token. None: as much as it has."""
-    data, batch = _columns(above, below, below if most is None else most), inf if same_work else 1
-    ends = _unseen_range(_ratio(*data[:2]), batch)
+    data = _columns(above, below, below if most is None else most)
+    ends = _unseen_range(_ratio(*data[:2]), same_work)
     if most is not None:  # such a unit may have nothing above
-        ends[0] *= 1 - _unseen_weight(data.shape[1] * batch)
+        ends[0] *= 1 - _unseen_weight(data.shape[1])
     unseen = _unseen_ratio(ends, data)
-    return simultaneous([_bootstrap(_ratio, data[:2], unseen, batch)])[0]
+    return simultaneous([_bootstrap(_ratio, data[:2], unseen, same_work)])[0]
 
 
 def share(
@@ -183,15 +190,10 @@ def _columns(*columns: ArrayLike) -> np.ndarray:
     return np.array(data)
 
 
-def _unseen_weight(prompts: float) -> float:
+def _unseen_weight(prompts: int) -> float:
     """The weight of kinds of prompts that were not seen: 1 up to `MIN_PROMPTS` prompts, 0 from
     twice as many on."""
     return float(np.interp(prompts, (MIN_PROMPTS, 2 * MIN_PROMPTS), (1, 0)))
-
-
-def _unseen_share(units: float) -> float:
-    """The largest share of all units that may be of a kind that none of these is."""
-    return 1 - TAIL ** (1 / units)
 
 
 def _widened_range(each: np.ndarray) -> np.ndarray:
@@ -200,30 +202,27 @@ def _widened_range(each: np.ndarray) -> np.ndarray:
     return np.array([each.min(), each.max()]) + np.ptp(each) * (0.25 + 90 / each.size**4) * SIGNS
 
 
-def _unseen_range(each: np.ndarray, batch: float) -> np.ndarray:
+def _unseen_range(each: np.ndarray, same_work: bool) -> np.ndarray:
     """The least and the most that an unseen unit may be, from values of units [n] that are never
-    negative. In a batch of prompts only some are of the unseen kind."""
-    prompts = each.size * batch
-    share = _unseen_share(prompts) / _unseen_share(each.size)
-    times = (UNSEEN_FACTOR - 1) * _unseen_weight(prompts) * share
+    negative."""
+    times = 0 if same_work else (UNSEEN_FACTOR - 1) * _unseen_weight(each.size)
     ends = np.array([each.min() / (1 + times) - each.min(), each.max() * times])
     return (_widened_range(each) + ends).clip(0)
 
 
 def _bootstrap(
-    statistic: Callable[..., Any], data: np.ndarray, unseen: np.ndarray, batch: float = 1
+    statistic: Callable[..., Any], data: np.ndarray, unseen: np.ndarray, same_work: bool = False
 ) -> Draws:
     """Draws of a statistic of the weighted sums of columns [c, n] and an unseen unit: that of
     unseen [2, c] for the lower, and that for the upper end."""
     n = data.shape[1]
     low, high = (statistic(*np.c_[data, row] @ _weights(n + 1)) for row in unseen)
-    repeats, prompts = (n, MIN_REPEATS, "repeats"), (n * batch, MIN_PROMPTS, "prompts")
-    doubt = _too_few(*(repeats if batch == inf else prompts))
+    doubt = _too_few(n, *((MIN_REPEATS, "repeats") if same_work else (MIN_PROMPTS, "prompts")))
     return Draws(float(statistic(*data.sum(1))), low, high, doubt)
 
 
-def _too_few(units: float, enough: int, name: str) -> str:
-    return f"too few {name}: at least {enough - units:.0f} more" if units < enough else ""
+def _too_few(units: int, enough: int, name: str) -> str:
+    return f"too few {name}: at least {enough - units} more" if units < enough else ""
 
 
 @lru_cache(maxsize=4)

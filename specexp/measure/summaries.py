@@ -7,7 +7,6 @@ computed here, so that a stored table gives the same figures as a fresh one.
 import re
 from collections.abc import Iterable, Mapping
 from itertools import chain, count
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from specexp.trace import Acceptance
 
 LABELS = ("pairing", "category", "question_id")  # columns of text, or of ids of any kind
 TIMED = ["plain_s", "plain_tokens", "s", "tokens"]  # of plain decoding, then of speculation
-MIN_BATCHES = 3  # batches of prompts that an interval over batches needs
 
 
 # --- acceptance ----------------------------------------------------------------------------------
@@ -181,28 +179,29 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["arm", "times", "low", "high"])
 
 
-def speedup(samples: pd.DataFrame, inverse: bool = False) -> Draws:
-    """The speedup of one arm, or its inverse, for `statistics.simultaneous`."""
-    columns = TIMED[2:] + TIMED[:2] if inverse else TIMED
-    return statistics.speedup_draws(*units(samples, *columns), batch=unit(samples)[1])
+def speedup(samples: pd.DataFrame) -> Draws:
+    """The speedup of one arm, for `statistics.simultaneous`: over prompts and, as those of a batch
+    share its time, over batches and repeats. A single batch that ran once has no interval."""
+    draws = statistics.speedup_draws(*units(samples, *TIMED))
+    if "batch" not in samples or samples["batch"].iloc[0] == 1:
+        return draws
+    if len(samples.groupby(["number", "repeat"])) > 1:
+        return draws.under(round_draws(samples))
+    alone = np.full_like(draws.low, draws.value)
+    return Draws(draws.value, alone, alone, round_draws(samples).doubt)
 
 
-def unit(samples: pd.DataFrame) -> tuple[str, float]:
-    """What an interval's units are, and how many prompts each has: column question_id or number (a
-    batch of prompts). With fewer than `MIN_BATCHES` batches each repeat is a unit (column "", of
-    infinitely many prompts): the interval then covers timing noise only, and says nothing about
-    other prompts."""
-    if "question_id" in samples:
-        return "question_id", 1
-    if "number" in samples and samples["number"].nunique() >= MIN_BATCHES:
-        return "number", samples["batch"].iloc[0]
-    return "", inf
+def round_draws(samples: pd.DataFrame) -> Draws:
+    """Plain decoding's seconds of a round over speculation's, from rows of `one_pairing.throughput`
+    at one size. It hardly depends on the text, so all batches are repeats of the same work."""
+    timed = ["plain_s", "plain_tokens", "s", "passes"]
+    batches = samples.groupby(["number", "repeat"])[timed].sum()
+    return statistics.speedup_draws(*batches.to_numpy().T, same_work=True)
 
 
 def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
-    """Columns summed over repeats, one entry per unit of an interval (see `unit`)."""
-    if name := unit(samples)[0]:
-        samples = samples.groupby(name, sort=False)[list(columns)].sum()
+    """Columns summed over repeats, one entry per prompt."""
+    samples = samples.groupby("question_id", sort=False)[list(columns)].sum()
     return [samples[column].to_numpy() for column in columns]
 
 
@@ -210,10 +209,8 @@ def leave_one_out(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     """For each prompt the rows of the arm (value of `by`) that is fastest on all other prompts, so
     that no prompt takes part in the choice which it judges.
 
-    samples: rows of `one_pairing.latency` or `latency_by_arm`, all arms on the same prompts. A
-    single prompt chooses for itself; where there are no prompts but batches, nothing is chosen."""
-    if "question_id" not in samples:
-        return samples
+    samples: rows of `one_pairing.latency`, `latency_by_arm` or `throughput`, all arms on the same
+    prompts. A single prompt chooses for itself."""
     total = samples.pivot_table(TIMED, "question_id", by, "sum", sort=False)
     others = total.sum() - total if len(total) > 1 else total
     choice = _pace(others).idxmax(axis=1)

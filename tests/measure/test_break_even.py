@@ -177,7 +177,8 @@ def accepted(*histograms):
     ]
     return pd.DataFrame(
         {"accepted": [r.accepted for r in records], "passes": [r.passes for r in records],
-         "drafted": [r.drafted for r in records], "record": records}
+         "drafted": [r.drafted for r in records], "record": records,
+         "question_id": range(len(records))}
     )  # fmt: skip
 
 
@@ -245,8 +246,8 @@ def throughputs(table, factor):
         told = table.speedup(batch, gamma, kept.conditional, 128)
         for number, s in enumerate((0.9, 1.1)):
             rows.append(
-                {"gamma": gamma, "batch": batch, "number": number, "context": 128}
-                | {"s": s, "tokens": 10}
+                {"gamma": gamma, "batch": batch, "number": number, "repeat": 0, "context": 128}
+                | {"question_id": number, "s": s, "tokens": 10, "passes": 10}
                 | {"plain_s": factor * told * s, "plain_tokens": 10, "record": kept}
             )
     return pd.DataFrame(rows)
@@ -275,7 +276,7 @@ def test_measured_points_of_a_map_that_cannot_be_are_said():
 
 def test_sweep_and_tax_have_every_setting(pairing):
     samples = break_even.sweep(pairing, PROMPTS, [1, 3], [1, 2], 6, repeats=2)
-    assert len(samples) == 2 * (3 * 2 + 1 * 5)
+    assert len(samples) == 2 * len(PROMPTS) * (2 + 3)
     assert set(samples["gamma"]) == {1, 2}
     longest = max(len(pairing.encode([PROMPTS[i].text])[0]) for i in (0, 1, 2))
     assert samples[samples["batch"] == 3]["context"].iloc[0] == longest + 6 + 3

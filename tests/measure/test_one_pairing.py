@@ -300,17 +300,28 @@ def test_repeats_do_not_narrow_intervals(latency, throughput):
     assert metrics["counts/drafted"] == once["drafted"].sum()
 
 
-def test_throughput_counts_full_batches_only(pairing, throughput):
+def test_throughput_times_full_batches_only(pairing, throughput):
     assert set(throughput["batch"]) == {1, 4}
     trace = pairing.generate([p.text for p in PROMPTS], 10).trace
-    s, tokens = one_pairing.full_batch(trace)
     full = [r for r in trace.rounds if len(r.steps) == 3]
-    assert tokens == sum(step.emitted for r in full for step in r.steps)
-    assert s == full[-1].end_s - trace.prefill_s
-    assert tokens <= trace.emitted
+    assert 0 < len(full) < len(trace.rounds)
+    each = (full[-1].end_s - trace.prefill_s) / (3 * len(full))
+    assert one_pairing.row_round_s(trace) == pytest.approx(each)
     metrics, series = summaries.throughput_metrics(throughput)
     assert set(series["speedup/at_batch"]) == {1, 4}
     assert metrics["speedup/at_largest_batch"] == series["speedup/at_batch"][4]
+
+
+def test_a_prompt_has_as_many_tokens_per_pass_in_a_batch_as_alone(throughput):
+    """Not only until the first of the batch is done, which would leave out the slow ones' ends."""
+    each = throughput.groupby(["batch", "question_id"])[["tokens", "passes", "emitted"]].sum()
+    assert (each["tokens"] == each["emitted"]).all()
+    pace = each["tokens"] / each["passes"]
+    assert pace[1].min() < pace[1].max()
+    pd.testing.assert_series_equal(pace[1], pace[4])
+    four = throughput[throughput["batch"] == 4]
+    shares = (four["s"] / four["passes"]).groupby(four["repeat"])  # of a round's time: equal
+    assert shares.max().tolist() == pytest.approx(shares.min().tolist())
 
 
 def test_every_batch_size_sees_the_same_prompts(pairing, monkeypatch):
@@ -323,22 +334,36 @@ def test_every_batch_size_sees_the_same_prompts(pairing, monkeypatch):
     )
     samples = one_pairing.throughput(pairing, prompts, [1, 2, 4], 6, repeats=2)
     by_size = {b: [ids.index(row) for s in batches for row in s if len(s) == b] for b in (1, 2, 4)}
-    assert by_size == {b: [0, 1, 2, 3] * n for b, n in ((1, 2), (2, 3), (4, 5))}
-    assert list(samples["batch"]) == [1] * 8 + [2] * 6 + [4] * 5
-    assert list(samples["context"][-5:]) == [max(map(len, ids[:4])) + 6] * 5
-    assert not samples.duplicated(["batch", "number", "repeat"]).any()
+    once = [0, 1, 2, 3, 4, 5]
+    assert by_size == {1: once * 2, 2: once * 2, 4: [*once, 0, 1] * 3}
+    assert list(samples["question_id"]) == once * (2 + 2 + 3), "what fills a batch does not count"
+    assert list(samples["batch"]) == [1] * 12 + [2] * 12 + [4] * 18
+    longest = max(map(len, ids[:4])), max(len(ids[i]) for i in (4, 5, 0, 1))
+    assert list(samples["context"][-6:]) == [longest[0] + 6] * 4 + [longest[1] + 6] * 2
+    assert not samples.duplicated(["batch", "question_id", "repeat"]).any()
 
 
-def test_large_batch_repeats_prompts(pairing):
+def test_two_prompts_prove_nothing_at_any_batch_size(pairing):
+    samples = one_pairing.throughput(pairing, PROMPTS[:2], [1, 4], 6, repeats=9)
+    noise = 1 + samples["repeat"] / 100
+    fast = samples.assign(plain_s=1.05 * noise * samples["plain_tokens"], s=samples["tokens"])
+    for _, row in summaries.speedups(fast, "batch").iterrows():
+        assert row["low"] < 1 < row["speedup"]
+        assert summaries.verdict(row).endswith("too few prompts: at least 15 more")
+    _, series = summaries.throughput_metrics(fast)
+    assert max(series["speedup/at_batch_low"].values()) < 1
+
+
+def test_batch_of_more_than_all_prompts_is_repeated(pairing):
     samples = one_pairing.throughput(pairing, PROMPTS, [1, 4], 6, repeats=1)
-    assert list(samples["batch"]) == [1] * 2 * len(PROMPTS) + [4] * 5
-    assert samples["emitted"].iloc[-1] == 4 * 6
+    assert list(samples["batch"]) == [1] * 2 * len(PROMPTS) + [4] * 5 * len(PROMPTS)
+    assert (samples["emitted"] == 6).all()
 
 
 def test_throughput_ignores_eos(pairing):
     assert pairing.engine.eos
     samples = one_pairing.throughput(pairing, PROMPTS, [2], 6, repeats=1)
-    assert (samples["emitted"] == 2 * 6).all()
+    assert (samples["emitted"] == 6).all()
     assert pairing.engine.eos
 
 

@@ -1,6 +1,7 @@
 """Intervals that cover what they say, on noise that is not kind."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from support.intervals import (
     ARMS,
@@ -14,6 +15,9 @@ from support.intervals import (
 )
 
 from specexp.measure import statistics, summaries
+from specexp.trace import Acceptance
+
+RECORD = Acceptance(drafted=60, emitted=60, cut=0, histogram=(20, 0, 20))
 
 
 def noise(kind: str, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -111,6 +115,53 @@ def test_figure_of_the_fastest_says_which_one_is_cross_validated():
     best = summaries.fastest(measured)
     assert best["speedup"] < best["measured"]
     assert f" ({best['measured']:.2f}x without cross-validation)" in summaries.verdict(best)
+
+
+def of_batches(
+    passes: np.ndarray, rng: np.random.Generator, batch: int, noise: float = 0.05, repeats: int = 5
+) -> pd.DataFrame:
+    """A table like that of `one_pairing.throughput` at one size, of prompts that take these passes
+    for 60 tokens; a round takes twice as long as a plain step, and noise is that of each batch."""
+    numbers = np.arange(len(passes)) // batch
+    return pd.concat(
+        pd.DataFrame({"question_id": range(len(passes)), "batch": batch, "number": numbers})
+        .assign(repeat=repeat, passes=passes, tokens=60, plain_tokens=60, record=RECORD)
+        .assign(plain_s=60 * rng.normal(1, noise, len(passes))[numbers])
+        .assign(s=2 * passes * rng.normal(1, noise, len(passes))[numbers])
+        for repeat in range(repeats)
+    )
+
+
+def of_one_size(samples: pd.DataFrame) -> pd.Series:
+    return summaries.speedups(samples, "batch").iloc[0]
+
+
+@pytest.mark.parametrize("batch", [4, 16, 32])
+def test_intervals_of_batches_cover_other_prompts(batch):
+    """Also where all prompts fit in one or two batches."""
+    rng, truth = np.random.default_rng(9), 60 / (0.25 * 20 + 0.75 * 50) / 2
+    found = [
+        of_one_size(of_batches(np.where(rng.random(32) < 0.25, 20, 50), rng, batch))
+        for _ in range(100)
+    ]
+    assert np.mean([row["low"] <= truth <= row["high"] for row in found]) >= 0.95
+    assert np.mean([row["high"] / row["low"] for row in found]) < 2
+
+
+@pytest.mark.parametrize("batch", [8, 40])
+def test_timing_noise_of_batches_widens_their_intervals(batch):
+    quiet, noisy = (
+        of_one_size(of_batches(np.full(40, 20), np.random.default_rng(3), batch, noise))
+        for noise in (0.001, 0.1)
+    )
+    assert quiet["high"] / quiet["low"] < 1.01
+    assert noisy["high"] / noisy["low"] > 1.05
+
+
+def test_a_batch_that_ran_once_has_no_interval():
+    row = of_one_size(of_batches(np.full(40, 20), np.random.default_rng(3), 40, repeats=1))
+    assert row["low"] == row["speedup"] == row["high"]
+    assert summaries.verdict(row).endswith("too few repeats: at least 4 more")
 
 
 @pytest.mark.parametrize(("prompts", "least"), [(5, 0.4), (20, 0.8)])

@@ -1,7 +1,6 @@
 """Metrics from the steps and responses of servers: rates, regrets, latencies, goodput."""
 
 from collections.abc import Iterator, Sequence
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,9 @@ def _against(at: pd.DataFrame, base: str) -> Iterator[tuple[Any, pd.Series, stat
         for name, part in at.groupby("policy", sort=False)
     }
     draws = [
-        statistics.speedup_draws(first["s"], first["tokens"], here["s"], here["tokens"], batch=inf)
+        statistics.speedup_draws(
+            first["s"], first["tokens"], here["s"], here["tokens"], same_work=True
+        )
         for name, here in parts.items()
         if name != base
     ]
