@@ -21,7 +21,7 @@ from specexp.grids.identity import Identity
 from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem
-from specexp.tracking import mlflow_view
+from specexp.tracking import mlflow_view, results
 from specexp.zoo.known import Known
 
 TIMEOUT_S = 900.0
@@ -65,6 +65,20 @@ class Point:
     def alone(self) -> bool:
         """Whether it needs a machine to itself."""
         return self.timed and not self.together
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What a run says of its grid."""
+        return {
+            "run_key": self.run_key,
+            "grid": self.grid,
+            "grid.file": results.from_root(self.file) or str(self.file),
+            "name": self.name,
+            "notebook": self.notebook.name,
+            "together": "yes" if self.together else "no",
+            "mlflow.source.name": results.from_root(self.notebook) or self.notebook.name,
+            "mlflow.source.type": "NOTEBOOK",
+        }
 
 
 def load(

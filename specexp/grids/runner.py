@@ -82,7 +82,7 @@ def run(
                 work.publish_rest()
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
-        done = _done(points)
+        done = rebuild.accept(run.folder for run in _done(points))
         compare.show(console, report.frame(done))
         if remedy := report.remedy(done):
             console.print(Text(remedy), soft_wrap=True)
@@ -245,7 +245,7 @@ class Work:
                 attempt = results.new_attempt(point.run_key)
                 where = _execute(point, attempt, worker, watch)
             took = f"{time.monotonic() - begin:.2f}"
-            tags = tags_of(point) | {"seconds": took, "where": where, "status": "FINISHED"}
+            tags = point.tags | {"seconds": took, "where": where, "status": "FINISHED"}
             result = results.commit(attempt, point.run_key, tags)
         except (Failure, OSError) as e:
             self._fail(point, attempt, failure_of(e, attempt) if isinstance(e, OSError) else e)
@@ -310,12 +310,12 @@ class Work:
             result, now = results.result_of(point.run_key), (point.experiment, point.notebook.name)
             if shown[result] in (now, (None, None)):
                 continue
-            if _is_of_another_grid(result, point.file):
+            if presence.is_of_another_grid(result, point.file):
                 others.append(shown[result][0] or "")
                 continue
             with results.claim(point.run_key) as ours:
                 if ours and result.exists():
-                    presence.rename(result, point.experiment, tags_of(point))
+                    presence.rename(result, point.experiment, point.tags)
                     shown[result] = now
                     renamed.add(result)
         if n := len(renamed):
@@ -362,12 +362,6 @@ class Work:
             self._publish(result)
 
 
-def _is_of_another_grid(result: Path, file: Path) -> bool:
-    """Whether a result was made by another grid file than this one, which is still there."""
-    own = results.read(result / results.TAGS).get("grid.file", "")
-    return bool(own) and results.ROOT / own != file and (results.ROOT / own).is_file()
-
-
 def _is_unsettled(key: str) -> bool:
     """Whether a point has a result that is damaged or not in MLflow."""
     result = results.result_of(key)
@@ -409,23 +403,10 @@ def _signals(work: Work) -> Iterator[None]:
 
 def _write_point(point: Point, attempt: Path) -> None:
     record = {
-        "experiment": point.experiment, "params": point.params, "tags": tags_of(point),
+        "experiment": point.experiment, "params": point.params, "tags": point.tags,
         "identity": point.identity.parts, "timeout_s": point.timeout_s,
     }  # fmt: skip
     (attempt / results.POINT).write_text(json.dumps(record, indent=1))
-
-
-def tags_of(point: Point) -> dict[str, str]:
-    return {
-        "run_key": point.run_key,
-        "grid": point.grid,
-        "grid.file": results.from_root(point.file) or str(point.file),
-        "name": point.name,
-        "notebook": point.notebook.name,
-        "together": "yes" if point.together else "no",
-        "mlflow.source.name": results.from_root(point.notebook) or point.notebook.name,
-        "mlflow.source.type": "NOTEBOOK",
-    }
 
 
 def _resume(force: bool) -> str:

@@ -53,16 +53,17 @@ class Run:
         return results.runs_in(self.result)[self.rival]
 
     @cached_property
-    def committed(self) -> dict[str, Any]:
-        """The tags with which it was committed."""
-        return results.load(self.folder / results.TAGS)
-
-    @cached_property
     def tags(self) -> dict[str, str]:
-        renamed = results.new_names(self.folder)
-        tags = self.record.get("tags", {}) | self.committed | renamed.get("tags", {})
+        committed = results.load(self.folder / results.TAGS)
+        renamed = results.new_names(self.folder).get("tags", {})
+        tags = self.record.get("tags", {}) | committed | renamed
         texts = {name: str(value) for name, value in tags.items()}
         return mlflow_view.run_tags(texts, self.result["params"], self.rival)
+
+    @property
+    def ended(self) -> int:
+        """When it was made, or a grid took it again (`rebuild.accept`), in milliseconds."""
+        return int(self.tags.get("ended", 0))
 
     @cached_property
     def experiment(self) -> str:
@@ -77,7 +78,8 @@ class Run:
         """What two results of a point on a kind of device share, whatever code made them."""
         notebook, device = (self.tags.get(name, "") for name in ("notebook", "device"))
         params = json.dumps(self.record["params"], sort_keys=True)
-        return self.experiment, notebook, device, params, self.rival
+        rough = "together" * (self.tags.get("together") == "yes")
+        return self.experiment, notebook, device, rough, params, self.rival
 
     @property
     def label(self) -> str:
@@ -148,16 +150,15 @@ def _plain(markdown: str) -> str:
 def of(what: str) -> list[Run]:
     """The runs of an experiment, of a grid file or of a result folder: of each point the newest.
     Raises UserError if there are none."""
-    path, every = Path(what), results.listed("results")
+    path = Path(what)
     if (path / results.RESULT).is_file():
         selected, hint = newest(filter(results.intact, [path])), "it is damaged"
     elif path.suffix in (".yaml", ".yml"):
-        keys = results.keys_of(path.stem)
-        selected = newest(filter(results.intact, (f for f in every if f.name in keys)))
+        selected = with_keys(results.keys_of(path.stem))
         hint = f"make them with `specexp grid run {what}`"
         hint = hint if path.is_file() else f"there is no such file{meant_beside(path)}"
     else:
-        everything = newest(filter(results.intact, every))
+        everything = newest(filter(results.intact, results.listed("results")))
         selected = [run for run in everything if run.experiment == what]
         names = ", ".join(sorted({run.experiment for run in everything}))
         hint = f"there are some of {names}" if names else "run a grid or a notebook first"
@@ -166,10 +167,16 @@ def of(what: str) -> list[Run]:
     return selected
 
 
+def with_keys(keys: Iterable[str]) -> list[Run]:
+    """The runs of the results that have these run keys: of each point the newest."""
+    named = {*keys}
+    return newest(filter(results.intact, (f for f in results.listed("results") if f.name in named)))
+
+
 def newest(folders: Iterable[Path]) -> list[Run]:
     """The newest result of each point and its rivals, sorted by experiment and name. They must be
     intact."""
-    ordered = sorted(map(Run, folders), key=lambda run: run.committed.get("ended", 0))
+    ordered = sorted(map(Run, folders), key=attrgetter("ended"))
     each = (
         Run(run.folder, rival) if rival else run
         for run in ordered
@@ -181,11 +188,12 @@ def newest(folders: Iterable[Path]) -> list[Run]:
 
 def names_of(part: Sequence[Run]) -> dict[Run, str]:
     """The labels of runs; behind those that several have, the parameters in which these differ, and
-    the device if they differ in that."""
+    the device, and whether others ran beside them, if they differ in that."""
     names: dict[Run, str] = {}
     for label, same in groupby(sorted(part, key=attrgetter("label")), key=attrgetter("label")):
         alike = [*same]
-        facts = [{**run.record["params"], "device": run.tags.get("device", "")} for run in alike]
+        of_tags = [{n: run.tags.get(n, "") for n in ("device", "together")} for run in alike]
+        facts = [run.record["params"] | of for run, of in zip(alike, of_tags, strict=True)]
         every = dict.fromkeys(chain(*facts))
         differ = [name for name in every if len({repr(each.get(name)) for each in facts}) > 1]
         for run, each in zip(alike, facts, strict=True):

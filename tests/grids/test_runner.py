@@ -222,7 +222,7 @@ def test_notebook_that_removes_its_folder_fails_once(store, points):
 def test_run_tag_names_the_notebook_path(points):
     [inside] = points(x=[1])
     outside = replace(inside, notebook=Path("/elsewhere/own.ipynb"))
-    named = [run.tags_of(point)["mlflow.source.name"] for point in (inside, outside)]
+    named = [point.tags["mlflow.source.name"] for point in (inside, outside)]
     assert named == ["tests/support/trivial.ipynb", "own.ipynb"]
 
 
@@ -376,7 +376,7 @@ def test_resume_asks_little_of_what_is_finished(store, written, monkeypatch):
     assert "and 2 more, in the report" in said
     assert claimed == ["setup"]
     times = Counter(path.name for path in read if path.is_file() and "results" in path.parts)
-    assert times == {"result.json": 2 * 5, "tags.json": 3 * 5, "manifest.json": 5}
+    assert times == {"result.json": 3 * 5, "tags.json": 4 * 5, "manifest.json": 5}
     table = progress.status(todo)
     assert table.row_count == 1, "of many points those done have no row"
     assert table.caption == "5 done, 1 failed"
