@@ -33,6 +33,10 @@ def _fresh():
     fused._FUSED.clear()
 
 
+def fails(why: str):
+    raise RuntimeError(why)
+
+
 @pytest.fixture
 def anew(monkeypatch, tmp_path):
     """A machine on which nothing was compiled yet."""
@@ -146,6 +150,44 @@ def test_code_that_another_may_have_written_is_compiled_anew(compiled, monkeypat
 def test_own_code_is_not_compiled_again(compiled, monkeypatch):
     monkeypatch.setattr(build.subprocess, "run", None)
     assert build._built(build.FOLDER / "rounds.cpp") == compiled
+
+
+def test_library_that_does_not_load_is_compiled_anew(compiled, monkeypatch):
+    def load(name):
+        if not Path(name).read_bytes():
+            raise OSError(f"{name}: file too short")
+        return name
+
+    monkeypatch.setattr(build, "CDLL", load)
+    compiled.write_bytes(b"")
+    assert build._library(build.FOLDER / "rounds.cpp") == str(compiled)
+    access = os.access
+    monkeypatch.setattr(build.os, "access", lambda x, *more: x != compiled and access(x, *more))
+    compiled.write_bytes(b"")
+    with pytest.raises(OSError, match="file too short"):  # nor would another
+        build._library(build.FOLDER / "rounds.cpp")
+
+
+def test_library_of_another_c_library_is_not_used(compiled, monkeypatch):
+    monkeypatch.setattr(build.platform, "libc_ver", lambda: ("glibc", "2.17"))
+    assert build._file(build.FOLDER / "rounds.cpp") != compiled
+
+
+@pytest.mark.parametrize("fault", ["folder", "home", "command"])
+def test_code_that_cannot_be_kept_is_one_warning(anew, monkeypatch, caplog, fault):
+    if fault == "folder":
+        monkeypatch.setenv("XDG_CACHE_HOME", f"/{300 * 'x'}")
+    elif fault == "home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: fails("Could not determine home directory."))
+    else:
+        monkeypatch.setenv("CXX", 'g++ "')
+    with caplog.at_level(logging.WARNING, "specexp"):
+        build.uncompiled()
+        assert build.library() is None
+        assert build.uncompiled() == []
+    assert len(caplog.records) == 1
+    assert build.state() == "not compiled: torch's operations"
 
 
 @pytest.mark.parametrize(

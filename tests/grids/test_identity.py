@@ -496,7 +496,7 @@ def test_only_a_plan_that_will_run_waits_for_a_compiler(tmp_path, monkeypatch):
     assert not called.exists()
     [point] = grid.load([file], checked=False, on_disk=True)
     assert called.exists()
-    assert point.identity.parts["kernels"] == "does not compile: torch's operations"
+    assert point.identity.parts["kernels"] == "not compiled: torch's operations"
     assert changes(point.identity.parts, plan.identity.parts) == {"kernels"}
     assert identity.why_new(plan.identity.parts, point.identity.parts) == identity.UNSURE
     [again] = grid.load([file], checked=False, on_disk=True, may_compile=False)

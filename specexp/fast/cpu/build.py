@@ -41,6 +41,8 @@ MULTIPLY_ADD = "-ffp-contract=fast", "--param=avoid-fma-max-bits=0"
 FLAGS = ("-std=c++17", "-O3", "-march=native", *MULTIPLY_ADD, "-fopenmp", "-shared", "-fPIC")
 LONGEST_S = 300  # seconds that compiling one file may take
 FILES = ("passes", "rounds", "chance", "scans")
+# Why code is not compiled, kept or loaded: no folder, a command that cannot be split, ...
+FAULTS = OSError, AttributeError, RuntimeError, ValueError, subprocess.SubprocessError
 WAITING = (
     f"compiling kernels for this CPU, once a machine: {len(FILES)} files of at most {LONGEST_S} s "
     "each (SPECEXP_NATIVE=off does without, slower)"
@@ -120,7 +122,7 @@ def state() -> str:
     if compiler() is None:
         return "no C++ compiler: torch's operations"
     if not (code := _loaded()):
-        return "does not compile: torch's operations"
+        return "not compiled: torch's operations"
     paths = (Path(file._name) for file in code.files.values())
     files = b"".join(file.read_bytes() for file in paths if file.exists())
     return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
@@ -130,7 +132,10 @@ def uncompiled() -> list[Path]:
     """The libraries still to be compiled; none if that was tried in this process or cannot be."""
     if off() or compiler() is None or _loaded.cache_info().currsize:
         return []
-    return [file for x in FILES if not (file := _file(FOLDER / f"{x}.cpp")).exists()]
+    try:
+        return [file for x in FILES if not (file := _file(FOLDER / f"{x}.cpp")).exists()]
+    except FAULTS:  # which `library` will meet, too
+        return []
 
 
 def off() -> bool:
@@ -143,7 +148,7 @@ def _loaded() -> Library | None:
     waiting.daemon = True
     waiting.start()
     try:
-        files = {x: CDLL(str(_built(FOLDER / f"{x}.cpp"))) for x in FILES}
+        files = {x: _library(FOLDER / f"{x}.cpp") for x in FILES}
         rounds = files["rounds"]
         files["passes"].spent_ns.restype = c_int64
         rounds.replay.restype, rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
@@ -152,7 +157,7 @@ def _loaded() -> Library | None:
         rounds.replay_rounds.argtypes = c_int64, c_void_p, *numbers, *[c_void_p] * 3
         functions = {name: Function(code, name) for x, code in files.items() for name in _names(x)}
         return Library(files, SimpleNamespace(**functions))
-    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as e:
+    except FAULTS as e:
         output = getattr(e, "stderr", None) or str(e)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         why = next((line for line in lines if "error" in line), lines[0] if lines else repr(e))
@@ -185,10 +190,23 @@ def _command() -> list[str]:
 
 def _file(source: Path) -> Path:
     """The path of this source's shared library. Its name is a digest of the source, all headers,
-    the compiler's command and the processor."""
+    the compiler's command, the C library and the processor."""
     texts = (text.read_bytes() for text in (source, *sorted(source.parent.glob("*.h"))))
-    parts = *texts, repr(_command()).encode(), _processor().encode()
+    parts = *texts, repr((_command(), platform.libc_ver())).encode(), _processor().encode()
     return code_folder() / f"{source.stem}-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
+
+
+def _library(source: Path) -> CDLL:
+    """The shared library of this source. One that was kept and does not load, for example after a
+    power cut, is compiled anew, unless its folder is one from which nothing may be run."""
+    file = _built(source)
+    try:
+        return CDLL(str(file))
+    except OSError:
+        if not os.access(file, os.X_OK):
+            raise
+        file.unlink()
+        return CDLL(str(_built(source)))
 
 
 def _built(source: Path) -> Path:
