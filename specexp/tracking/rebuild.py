@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote

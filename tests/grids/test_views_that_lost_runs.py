@@ -11,7 +11,7 @@ from rich.console import Console
 from support.stores import METRICS, active, go, run_of, shown
 
 from specexp.errors import UserError
-from specexp.grids import progress, runner
+from specexp.grids import progress
 from specexp.grids.machines import local
 from specexp.tracking import audit, mlflow_view, presence, report, runs
 from specexp.tracking.mlflow_store import StoreUnreachable
