@@ -42,7 +42,8 @@ def report(
     out: Path | None = opt.own("The page to write. Default: in the store's reports/."),
     pdf: bool = opt.own("Also print it as PDF, beside it, with Chromium.", False),
 ) -> None:
-    """Write one HTML page to send: question, answer, figures, table, exactness and environment.
+    """Write one HTML page to send: question, answer, figures, table, exactness, environment and
+    parameters.
 
     It needs no network, no server and no MLflow, and runs nothing.
     """

@@ -82,7 +82,7 @@ def run(
                 work.publish_rest()
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
-        done = rebuild.accept(run.folder for run in _done(points))
+        done = rebuild.accept(f for p in points if (f := results.result_of(p.run_key)).exists())
         compare.show(console, report.frame(done))
         if remedy := report.remedy(done):
             console.print(Text(remedy), soft_wrap=True)
@@ -131,13 +131,14 @@ class Work:
         """Fill the queue. Raises OSError if the disk has too little space for its results."""
         self._earlier = {kept.name for kept in results.listed("failed")}
         failures = {} if self.retry_failed or self.force else failures_of(self.points)
-        if self.force:
-            self._again = {point.run_key for point in self.points}
-        elif self.retry_doubtful:
-            self._again = {run.folder.name for run in _done(self.points) if run.doubts}
+        there = (results.result_of(p.run_key) for p in self.points if self.retry_doubtful)
+        done = report.newest(filter(Path.exists, there))
+        self._again = {p.run_key for p in self.points if self.force}
+        self._again |= {run.folder.name for run in done if run.doubts}
         for point in self.points:
-            again = point.run_key in self._again
-            if not again and runs.published(results.result_of(point.run_key)):
+            if point.run_key not in self._again and runs.published(
+                results.result_of(point.run_key)
+            ):
                 self.board.done += 1
             elif (
                 results.result_of(point.run_key).exists()  # but is not in MLflow yet
@@ -420,11 +421,6 @@ def _advice(force: bool) -> str:
     there = next(p for p in (results.root(), *results.root().parents) if p.exists())
     free_mb = shutil.disk_usage(there).free / 1e6
     return f"{free_mb:.0f} MB free; free up space and {_resume(force)}"
-
-
-def _done(points: Sequence[Point]) -> list[report.Run]:
-    """The results of these points."""
-    return report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
 
 
 def _report(points: Sequence[Point], done: Sequence[report.Run], console: Terminal) -> None:

@@ -55,10 +55,12 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
 
 
 def length(samples: pd.DataFrame) -> Interval:
-    """Acceptance length (1 + accepted / passes) with its interval over prompts."""
+    """Acceptance length (1 + accepted / passes) with its interval over prompts, whose upper end is
+    at least that of rounds that accept a first token."""
     accepted, passes = units(samples, "accepted", "passes")
-    value = statistics.ratio(accepted, passes, accepted + passes)
-    return value._replace(high=min(value.high, float(samples["gamma"].max()))).plus(1)
+    value, first = statistics.ratio(accepted, passes, accepted + passes), positions(samples)["high"]
+    high = min(max(value.high, *first[:1]), float(samples["gamma"].max()))
+    return value._replace(high=high).plus(1)
 
 
 def rate(samples: pd.DataFrame) -> Interval:
@@ -308,8 +310,11 @@ def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[st
     """Metrics of the acceptance of one pairing, and its series over positions in the draft."""
     record = pooled(samples)
     record.check()
+    over_all = length(samples)
     metrics = _rate_metrics(samples, "acceptance/rate", "acceptance/rate_ci") | {
-        "acceptance/length": record.length,
+        "acceptance/length": over_all.value,
+        "acceptance/length_ci_low": over_all.low,
+        "acceptance/length_ci_high": over_all.high,
         "counts/drafted": record.drafted,
         "counts/accepted": record.accepted,
         "counts/emitted": record.emitted,

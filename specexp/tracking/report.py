@@ -1,4 +1,5 @@
-"""One page to send: an experiment's question, answer, figures, table, exactness and environment.
+"""One page to send: an experiment's question, answer, figures, table, exactness, environment and
+parameters.
 
 Made from committed results alone, so without MLflow and with no server. The page is one file that
 fetches nothing and runs nothing: figures are embedded, and all text of notebooks, models and
