@@ -55,11 +55,12 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
 
 
 def length(samples: pd.DataFrame) -> Interval:
-    """Acceptance length (1 + accepted / passes) with its interval over prompts, whose upper end is
-    at least that of rounds that accept a first token."""
+    """Acceptance length (1 + accepted / passes) with its interval over prompts. It is at least as
+    wide as if every round accepted one token or none: where none did, the next may."""
     accepted, passes = units(samples, "accepted", "passes")
-    value, first = statistics.ratio(accepted, passes, accepted + passes), positions(samples)["high"]
-    high = min(max(value.high, *first[:1]), float(samples["gamma"].max()))
+    value = statistics.ratio(accepted, passes, accepted + passes)
+    least = statistics.share(np.minimum(accepted, passes), passes)
+    high = min(max(value.high, least.high), float(samples["gamma"].max()))
     return value._replace(high=high).plus(1)
 
 

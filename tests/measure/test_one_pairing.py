@@ -110,6 +110,13 @@ def test_no_acceptance_length_is_above_what_gamma_allows():
     assert 1 <= low < value < high == 4
 
 
+def test_where_nothing_was_accepted_the_next_round_may_accept():
+    samples = pd.DataFrame({"question_id": range(20), "accepted": 0, "passes": 2, "gamma": 3})
+    value, low, high, _ = summaries.length(samples)
+    assert value == low == 1
+    assert high - 1 == statistics.share([0] * 20, [2] * 20).high > 0.05
+
+
 @pytest.mark.parametrize("deep", [{"tree": "2x1x1x1"}, {"policy": "always:4"}], ids=str)
 def test_acceptance_by_position_is_of_the_draft_that_was_made(tiny_folders, deep):
     """Not of the draft length that the pairing's chains would have."""
