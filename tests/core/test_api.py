@@ -524,6 +524,10 @@ class Bare(Alternate):
         ({"policy": Wide(3)}, "policy Wide chose a tree with room 10, more than its `widest` of 4"),
         ({"policy": Bare(3)}, "policy Bare chose a Tree: return Plan(tree)"),
         ({"policy": "alwys:3"}, "policy 'alwys:3' is unknown"),
+        (
+            {"policy": "always:2", "tree": "grown:9"},
+            "tree 'grown:9' and a policy are given, and a policy chooses the shape of every draft",
+        ),
         ({"tokenizer": 3}, "tokenizer is of type int: give a transformers tokenizer"),
         ({"tokenizer": None}, "target LlamaForCausalLM is in memory: give its tokenizer too"),
         ({"dtype": "bfloat16"}, "is in float32, not bfloat16: convert it with .to(torch.bfloat16)"),
