@@ -231,7 +231,7 @@ def load(
             class; or `module:Class`. `auto`: reject if draft tokens are sampled from a
             distribution, else (as always at temperature 0) match.
         policy: What decides how much the next round drafts: a `Policy`, `module:Class`, or a name
-            such as `threshold:5,8` (specexp/serving/policies.py). None: the same tree every round.
+            such as `threshold:5,8` (specexp/serving/policies.py). None: `tree` every round.
         tree: The draft's shape: `chain`; `3x2x1`, the children of a node at each depth; or
             `grown:16`, 16 draft tokens where the drafter is most confident (Li et al. 2024,
             EAGLE-2).
@@ -353,6 +353,11 @@ def _prepared(
 ) -> tuple[drafters.Request, drafters.Prepared, Rule | None]:
     """The request, the drafter's options checked, and the rule unless it is `auto`. Raises
     UserError for a pairing that cannot be built."""
+    if o["policy"] is not None and o["tree"] != "chain":
+        raise UserError(
+            f"tree {o['tree']!r:.40} and a policy are given, and a policy chooses the shape of "
+            "every draft: leave one of them out"
+        )
     request = names.request_of(o, info)
     prepared = drafters.prepare(request)
     auto = isinstance(o["rule"], str) and o["rule"] == "auto"

@@ -202,7 +202,7 @@ class Engine:
         for number, prompt in enumerate(prompts, 1):
             token_ids(prompt, f"prompt {number}", vocab)
         check_type("max_new_tokens", max_new_tokens, "int")
-        for stream in streams or ():
+        for stream in () if streams is None else streams:
             check_type("a stream", stream, "int")
         longest = max(map(len, prompts), default=0)
         if (over := longest + max_new_tokens - self.target.context) > 0:

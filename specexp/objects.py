@@ -96,6 +96,8 @@ def resolve(kind: str, text: str) -> Any | None:
 def construct(kind: str, text: str, factory: Callable[..., Any], argument: str = "") -> Any:
     """factory(*values), the values being those of an argument such as `2` or `0.5,3`. Raises
     UserError if the factory takes other ones."""
+    if getattr(factory, "_is_protocol", False):
+        raise UserError(f"{kind} {text} defines nothing itself: subclass it, or give a name")
     values = _values(argument)
     try:
         signature(factory).bind(*values)

@@ -25,7 +25,7 @@ class Plan(NamedTuple):
 
     def depth(self, row: int) -> int:
         """How deep this row drafts."""
-        return self.budget[row] if self.budget else self.tree.depth
+        return min(self.budget[row], self.tree.depth) if self.budget else self.tree.depth
 
 
 class Stream(NamedTuple):
@@ -69,7 +69,7 @@ class Policy(Protocol):
             load: Rows in the pass, slots that it reads, requests that wait.
 
         Returns:
-            A tree; and budgets (depths in tokens), if any, one for each of `load.rows`.
+            A tree; and budgets (depths in tokens), if any, one for each of `load.streams`.
         """
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
@@ -111,9 +111,10 @@ def planned(policy: Policy, load: Load, fit: Callable[[Tree], None] = lambda tre
         raise UserError(f"{about}: {e}") from e
     if plan.hold < 1:
         raise UserError(f"{about} holds its plan for {plan.hold} rounds: use 1 or more")
-    if plan.budget and (len(plan.budget) != load.rows or min(plan.budget) < 0):
+    if plan.budget and (len(plan.budget) != len(load.streams) or min(plan.budget) < 0):
         raise UserError(
-            f"{about} planned budgets {plan.budget}: give each of {load.rows} rows 0 or more"
+            f"{about} planned budgets {plan.budget}: give 0 or more for each of load.streams, "
+            f"{len(load.streams)} here"
         )
     return plan
 

@@ -9,6 +9,7 @@ rule stays exact.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ class TokenMap:
 
     def _encode(self, text: str, **how: bool) -> list[int]:
         return tokens_of(self.draft, text, **how) or [self.draft.eos_token_id or 0]
+
+
+mapped = lru_cache(maxsize=8)(TokenMap)  # it takes seconds
 
 
 def _plain(token: str) -> str:
@@ -156,7 +160,7 @@ def prepare(request: Request) -> Prepared:
     source = request.source(request.method, request.argument)
     config, tokenizer = read_config(source).get_text_config(), read_tokenizer(source)
     check_vocabulary(config, max(tokenizer.get_vocab().values()) + 1, request.argument)
-    token_map = TokenMap(request.tokenizer, tokenizer, request.vocab)
+    token_map = mapped(request.tokenizer, tokenizer, request.vocab)
     both = int((token_map.shared >= 0).sum())
     if not both:
         raise UserError(f"{request.target} and {source} share no token: choose another draft")

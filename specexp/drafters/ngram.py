@@ -55,7 +55,7 @@ def matched_until(seqs: Sequences, longest: int) -> Tensor:
     last = seqs.length[:, None] - 1
     same = place < last
     matched = torch.zeros_like(seqs.tokens)
-    for back in range(longest):
+    for back in range(min(longest, seqs.tokens.shape[1])):
         token = seqs.tokens.gather(1, (last - back).clamp(min=0))
         same = same & (place >= back) & (seqs.tokens.roll(back, 1) == token) & (last >= back)
         matched += same

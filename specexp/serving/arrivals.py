@@ -58,7 +58,7 @@ def bursty(rate: float, count: int, lengths: Lengths, seed: int, cv: float = 1.0
     """`rate` arrivals a second with gamma-distributed gaps of coefficient of variation cv: 1 is
     Poisson, above 1 there are bursts and lulls. (As BurstGPT fits them: Wang et al. 2024, arXiv
     2401.17644.)"""
-    _positive(rate=rate, cv=cv)
+    _bounded(rate=rate, cv=cv)
     rng = np.random.default_rng(seed)
     shape = 1 / cv**2
     at_s = rng.gamma(shape, 1 / (rate * shape), count).cumsum()
@@ -71,7 +71,7 @@ def day(rate: float, count: int, lengths: Lengths, seed: int, swing: float = 0.8
 
     Inhomogeneous Poisson, by thinning (Lewis and Shedler 1979).
     """
-    _positive(rate=rate)
+    _bounded(rate=rate)
     rng = np.random.default_rng(seed)
     length, peak = count / rate, rate * (1 + swing)
     arrived = np.zeros(0)
@@ -149,7 +149,7 @@ def at_rate(arrivals: str, rate: float) -> str:
 _HELP = "use closed:STREAMS, poisson:RATE, bursty:RATE,CV, day:RATE (a second) or trace:FILE"
 
 
-def _positive(**values: float) -> None:
+def _bounded(**values: float) -> None:
     for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise UserError(f"{name} is {value}; it must be positive and finite")
+        if not 1e-6 <= value <= 1e6:
+            raise UserError(f"{name} is {value}; use 1e-6 to 1e6")

@@ -431,6 +431,11 @@ def test_draft_that_goes_wrong_after_the_trial_is_refused_by_the_drafters_name(l
         pairing.generate("def mean(values):", 60)
 
 
+def test_tree_wider_than_the_vocabulary_is_refused_by_its_width():
+    with pytest.raises(UserError, match="a tree as wide as 30 is wider than the vocabulary of 27 "):
+        fitting.fit("eagle", fitting.Limits(), specexp.Tree.grown(900, 900), 27, None, 0.0)
+
+
 def judge(**parts):
     """A rule that is Match but for some parts of its verdict."""
 
@@ -520,10 +525,16 @@ class Bare(Alternate):
         ),
         ({"rule": NoCall}, "rule NoCall has no __call__(self, draft, p, rng): define it"),
         ({"rule": "mach"}, "did you mean 'match'?"),
+        ({"rule": specexp.Rule}, "rule Rule defines nothing itself: subclass it, or give a name"),
+        ({"policy": specexp.Policy}, "policy Policy defines nothing itself: subclass it, or give"),
         ({"policy": Greedy()}, "policy Greedy has no learn(load, plan, steps, seconds)"),
         ({"policy": Wide(3)}, "policy Wide chose a tree with room 10, more than its `widest` of 4"),
         ({"policy": Bare(3)}, "policy Bare chose a Tree: return Plan(tree)"),
         ({"policy": "alwys:3"}, "policy 'alwys:3' is unknown"),
+        (
+            {"policy": "always:2", "tree": "grown:9"},
+            "tree 'grown:9' and a policy are given, and a policy chooses the shape of every draft",
+        ),
         ({"tokenizer": 3}, "tokenizer is of type int: give a transformers tokenizer"),
         ({"tokenizer": None}, "target LlamaForCausalLM is in memory: give its tokenizer too"),
         ({"dtype": "bfloat16"}, "is in float32, not bfloat16: convert it with .to(torch.bfloat16)"),
@@ -582,6 +593,7 @@ def test_invalid_change_of_a_variant_is_refused(load, change, line):
         (lambda pair: pair.engine.generate([[2**80]], 4), "it must be a list of whole numbers"),
         (lambda pair: pair.engine.generate([[1]], 2.5), "max_new_tokens is 2.5; it must be a wh"),
         (lambda pair: pair.engine.generate([[1]], 4, [0.5]), "a stream is 0.5; it must be"),
+        (lambda pair: pair.engine.generate([[1]] * 2, 4, torch.arange(2)), "a stream is tensor(0"),
         (lambda pair: specexp.Engine.of(pair.engine, seed=1.5), "seed is 1.5; it must be"),
         (lambda pair: specexp.Engine.of(pair.engine, eos=[1.5]), "an EOS token is 1.5; it"),
         (lambda pair: pair.compare_with_plain(3), "prompts is 3; it must be a text or a list"),

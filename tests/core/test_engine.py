@@ -368,6 +368,17 @@ def test_rows_that_are_done_decide_nothing():
     assert loads[:2] == [2, 1]
 
 
+def test_budgets_without_streams_are_refused_and_none_is_deeper_than_its_tree():
+    class Budgets(Fixed):
+        def choose(self, load):
+            return Plan(self.tree, (1,) * load.rows)
+
+    assert [Plan(Tree.chain(2), (3, 1, 0)).depth(row) for row in range(3)] == [2, 1, 0]
+    made = Engine.of(engine("ngram"), policy=Budgets(Tree.chain(2)))
+    with pytest.raises(UserError, match=r"Budgets planned budgets \(1,\): .* load.streams, 0 here"):
+        made.generate([[1, 2]], 4)
+
+
 @dataclass
 class Last(Drafter):
     """The token that was likeliest after the last root. All that are made compare equal, and none

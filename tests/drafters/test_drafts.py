@@ -21,6 +21,7 @@ from support.definitions import (
 from support.tiny import PROMPTS, Alphabet, V, engine, heads, module
 from tokenizers.processors import TemplateProcessing
 
+import specexp
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.eagle import EagleLayer
 from specexp.drafters.early_exit import EarlyExit
@@ -231,3 +232,9 @@ def test_grown_tree_children_and_parents_agree(shape):
     for parents, children in zip(nodes.parents.tolist(), nodes.children.tolist(), strict=True):
         listed = {(child, up) for up, row in enumerate(children) for child in row if child >= 0}
         assert listed == set(enumerate(parents)) - {(0, 0)}
+
+
+def test_variants_of_a_crossed_pairing_share_its_map():
+    pair = specexp.load("target-10m", "crossed:sibling-3m", 2)
+    variant = pair.with_(temperature=0.8)
+    assert variant.engine.drafter.token_map is pair.engine.drafter.token_map

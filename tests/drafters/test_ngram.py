@@ -7,7 +7,7 @@ from support.references import references
 from support.tiny import NEW, engine
 
 from specexp.drafters import Drafter, Request
-from specexp.drafters.ngram import NGram, prepare
+from specexp.drafters.ngram import NGram, matched_until, prepare
 from specexp.engine import Engine
 from specexp.models.lm import LM
 from specexp.sampling import Certain
@@ -28,6 +28,11 @@ def occurrences(text: list[int], n: int) -> list[int]:
         if length:
             found.append((length, end))
     return [end for _, end in sorted(found, reverse=True)]
+
+
+def test_longest_match_costs_no_more_than_the_text():
+    seqs = Sequences.of([[1, 2, 1, 2, 1, 2], [3]], 2, slack=1)
+    assert matched_until(seqs, 10**12).equal(matched_until(seqs, 9))
 
 
 def continuation(text: list[int], end: int, count: int) -> list[int]:

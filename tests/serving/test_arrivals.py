@@ -102,7 +102,7 @@ def test_bad_trace_is_one_line_with_file_and_line(tmp_path, lines, message):
 @pytest.mark.parametrize(
     "load",
     ["closed:0", "closed:x", "poisson:", "poisson:-1", "poisson:inf", "bursty:2,0", "day:0",
-     "trace:/nowhere.csv", "steady:3", ""],
+     "day:1e-310", "bursty:4,1e-200", "bursty:4,1e200", "trace:/nowhere.csv", "steady:3", ""],
 )  # fmt: skip
 def test_bad_load_is_one_line(load):
     with pytest.raises(UserError) as e:

@@ -157,10 +157,10 @@ def keep(self: Slots, rows: slice, source: Tensor, slots: Tensor) -> Any:
 
 
 @triton.jit
-def match_length(text, end, last, MATCH: tl.constexpr):
-    """How many tokens that end at places `end` equal those that end at `last`: at most MATCH."""
+def match_length(text, end, last, most):
+    """How many tokens that end at places `end` equal those that end at `last`: at most `most`."""
     same, matched = end < last, 0 * end
-    for back in tl.static_range(MATCH):
+    for back in range(most):
         token = tl.load(text + tl.maximum(last - back, 0))
         near = same & (end >= back) & (last >= back)
         same = near & (tl.load(text + end - back, near, other=-1) == token)
@@ -170,8 +170,8 @@ def match_length(text, end, last, MATCH: tl.constexpr):
 
 @triton.jit
 def lookup_kernel(
-    text, length, depth, branch, out, text_b, S, vocab, N: tl.constexpr, WIDE: tl.constexpr,
-    LEAVES: tl.constexpr, MATCH: tl.constexpr, AT_ONCE: tl.constexpr,
+    text, length, depth, branch, out, text_b, S, vocab, longest, N: tl.constexpr,
+    WIDE: tl.constexpr, LEAVES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """NGram.propose, written to out [B, N]. Each leaf continues the best match in text [B, S] that
     is worse than the match of the leaf before."""
@@ -186,7 +186,7 @@ def lookup_kernel(
         best = tl.full([], -1, tl.int32)
         for first in range(0, last, AT_ONCE):
             end = first + tl.arange(0, AT_ONCE)
-            matched = match_length(text, end, last, MATCH)
+            matched = match_length(text, end, last, longest)
             score = tl.where(matched > 0, matched * S + end, -1)
             best = tl.maximum(best, tl.max(tl.where(score < below, score, -1), 0))
         below = best
@@ -203,12 +203,13 @@ def lookup(self: NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         return NotImplemented
     B, S = text.shape
     nodes, (leaves, branch) = tree.nodes(text.device), first_leaf(tree, text.device)
-    if leaves > S or (self.n + 1) * S >= 1 << 31:
+    longest = min(self.n, S)
+    if leaves > S or (longest + 1) * S >= 1 << 31:
         return NotImplemented
     tokens = text.new_empty(B, N)
     lookup_kernel[B,](
-        text, seqs.length, nodes.depth, branch, tokens, text.stride(0), S, self.vocab, N=N,
-        WIDE=power_of_2(N), LEAVES=leaves, MATCH=self.n, AT_ONCE=AT_ONCE,
+        text, seqs.length, nodes.depth, branch, tokens, text.stride(0), S, self.vocab, longest, N=N,
+        WIDE=power_of_2(N), LEAVES=leaves, AT_ONCE=AT_ONCE,
     )  # fmt: skip
     return Draft(tokens, nodes, seqs)
 
@@ -223,9 +224,8 @@ def token_at(text, line, at, last, real):
 
 @triton.jit
 def vote_kernel(
-    text, length, children, parents, depth, votes, voters, trust, out, text_b, S, vocab, least,
-    stretch, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, MATCH: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    text, length, children, parents, depth, votes, voters, trust, out, text_b, S, vocab, longest,
+    least, stretch, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Suffix.propose, written to out [B, N]: the places of the longest match vote for the token
     after them. voters [B, 3, S + D]: each voter's place, the last node that agrees with it, and its
@@ -242,7 +242,7 @@ def vote_kernel(
     tl.store(trust, 1.0)
     most = tl.full([], 1, tl.int32)
     for first in range(0, last, AT_ONCE):
-        matched = match_length(text, first + some, last, MATCH)
+        matched = match_length(text, first + some, last, longest)
         most = tl.maximum(most, tl.max(matched, 0))
         tl.store(says + first + some, matched, first + some < last)
     tl.debug_barrier()
@@ -311,9 +311,8 @@ def vote(self: Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     voters = votes.new_empty(B, 3, S + tree.depth + 1)
     vote_kernel[B,](
         text, seqs.length, nodes.children, nodes.parents, nodes.depth, votes, voters, trust, tokens,
-        text.stride(0), S, self.vocab, float(self.least), float(self.stretch), N=N,
-        K=nodes.children.shape[-1], D=tree.depth + 1, MATCH=self.longest, AT_ONCE=AT_ONCE,
-        num_warps=8,
+        text.stride(0), S, self.vocab, min(self.longest, S), float(self.least), float(self.stretch),
+        N=N, K=nodes.children.shape[-1], D=tree.depth + 1, AT_ONCE=AT_ONCE, num_warps=8,
     )  # fmt: skip
     return Draft(tokens, nodes, seqs)
 
