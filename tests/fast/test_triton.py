@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 from specexp import ops
 from specexp.engine import Engine, judged
 from specexp.fast import fused, lighter
-from specexp.fast.fused import Fused
+from specexp.fast.fused import AttentionInfo, Fused
 from specexp.models import lm, load
+from specexp.models.cache import SlotCache
 from specexp.models.lm import Forward
 from specexp.models.load import of_module
 from specexp.rules import Block, Match, Reject
@@ -91,6 +92,17 @@ def test_kernel_spills_or_outgrows_a_card(name, card, shared):
         or need["registers"] * 32 * need["warps"] > REGISTERS
     ]
     assert large == []
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_attention_over_heads_that_outgrow_a_card_is_refused(dtype, fits):
+    cache, slots = SlotCache(1, 1, 8), torch.zeros(1, 1, dtype=torch.int64)
+    cache.aim(slice(0, 1), slots, 8)
+    info = AttentionInfo(cache, None, slots, cache.kinds[0])
+    q, keys = torch.randn(1, 2, 1, 512).to(dtype), torch.randn(1, 1, 8, 512).to(dtype)
+    run, _ = ops.OPS[fused.attention].kernels["cuda"]
+    assert (run(q, keys, keys, info, 0.1) is not NotImplemented) == fits
 
 
 @pytest.mark.triton

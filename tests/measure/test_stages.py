@@ -1,6 +1,7 @@
 """The stages of `make gpu` keep what they learned, whatever fails."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -44,6 +45,29 @@ def test_stage_that_takes_too_long_leaves_no_report(tmp_path, capsys):
     assert report["error"] == "it was not finished after 0.001 minutes"
     assert not report["ok"]
     assert "smoke: 0 of 0 rows are right" in capsys.readouterr().out
+
+
+def test_stage_without_a_row_is_right(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        stages.subprocess, "Popen", lambda *_, **__: SimpleNamespace(wait=lambda s: 0)
+    )
+    assert stages.main(["--stage", "smoke", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    assert "smoke: 0 of 0 rows are right, 0 s it did nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("code", "right"), [(0, True), (1, True), (2, False), (5, False)])
+def test_interrupted_tests_are_right(tmp_path, monkeypatch, code, right):
+    rows = Rows(tmp_path / "gpu_exactness.json")
+
+    def run(command, **_):
+        case = '<testcase classname="tests.test_gpu" name="a" time="1"/>'
+        rows.file.with_suffix(".xml").write_text(f"<testsuite>{case}</testsuite>")
+        return SimpleNamespace(returncode=code, stdout="KeyboardInterrupt")
+
+    monkeypatch.setattr(stages.subprocess, "run", run)
+    with nullcontext() if right else pytest.raises(RuntimeError, match=f"exit code {code}: Key"):
+        stages.exactness(rows, torch.device("cpu"))
+    assert bool(rows.rows) == right
 
 
 def test_unknown_stage_is_run(capsys):

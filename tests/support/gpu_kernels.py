@@ -83,12 +83,15 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
         read = (B * most * 2 * K + 2 * B * n * H) * D * size
         arguments = q, own.keys[:, :, :S], own.values[:, :, :S], seen, D**-0.5
         yield Call(f"attention{name}", fused.attention, arguments, read)
-    if size == 2:  # in float32 it spills 24 bytes
-        few = info(WINDOW, tree if n < 64 else None, 4, 256)  # like Gemma 2's and gpt-oss's at once
-        [own] = few.cache.layers
-        wide = some(B, 8, n, 256), own.keys[:, :, :S], own.values[:, :, :S], few, 0.06, 50.0
-        read = (B * min(S // 2 + n, WINDOW + n) * 8 + 2 * B * n * 8) * 256 * size
-        yield Call("attention of wide heads", fused.attention, (*wide, some(8)), read)
+    if size == 2:  # in float32 they spill up to 40 bytes
+        all_at_once = info(WINDOW, tree if n < 64 else None, 4, 256)  # like Gemma 2's and gpt-oss's
+        wide = ("", all_at_once, (50.0, some(8))), (" of a chain", info(keys=4, width=256), ())
+        for name, few, more in wide:
+            [own] = few.cache.layers
+            read = (B * min(S // 2 + n, WINDOW + n if more else S) * 8 + 2 * B * n * 8) * 256 * size
+            held = own.keys[:, :, :S], own.values[:, :, :S]
+            given = some(B, 8, n, 256), *held, few, 0.06, *more
+            yield Call(f"attention of wide heads{name}", fused.attention, given, read)
     heads = some(B, n, H, D).transpose(1, 2), some(B, n, K, D).transpose(1, 2)
     waves = turns[0][:, 0], turns[1][:, 0]
     moved = 2 * (H + K) * B * n * D * size

@@ -153,9 +153,9 @@ def exactness(rows: Rows, device: torch.device) -> None:
     command = [sys.executable, "-m", "pytest", "tests", "-m", "cuda", f"--junitxml={xml}"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    if not xml.is_file():
-        raise RuntimeError(f"pytest wrote no report: {said[-2000:]}")
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if run.returncode not in (0, 1) or not xml.is_file():  # not all ran, for example
+        raise RuntimeError(f"pytest ended with exit code {run.returncode}: {run.stdout[-2000:]}")
     files: dict[str, list[Element]] = {}
     for case in ElementTree.parse(xml).iter("testcase"):
         if not len(case) or case[0].tag != "skipped":
@@ -369,6 +369,7 @@ def supervise(name: str, device: str, minutes: float, out: Path) -> dict[str, An
         error = f"it was not finished after {minutes:g} minutes"
     report = json.loads(file.read_text()) if file.is_file() else {"rows": []}
     good = sum(row["ok"] for row in report["rows"])
+    error = error or ("" if report["rows"] else "it did nothing")
     report |= {"stage": name, "ok": not error and good == len(report["rows"]), "good": good}
     report |= {"error": error, "seconds": round(time.perf_counter() - begin, 1)}
     files.write(file, json.dumps(report, indent=1))

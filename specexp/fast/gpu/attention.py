@@ -23,7 +23,7 @@ from specexp.tree import Branches
 FILLED = 256  # programs that keep a large GPU busy
 SPLITS = 32  # at most
 LOG2E = 1.4426950408889634
-WIDEST = 512  # the largest head that fits
+WIDEST = 1024  # bytes of the largest head that fits
 COMBINE_SLOTS = 0.5  # slots read in the time in which a query's part of a split is written and read
 
 
@@ -44,7 +44,8 @@ def combine_splits(
     weight /= positive_or_one(tl.sum(total * weight, 1) + tl.exp2(sink - most))[:, None]
     mean = tl.zeros([QUERIES, WIDE], tl.float32)
     parts += (to * SPLITS * D)[:, None] + d[None, :]
-    AT_ONCE: tl.constexpr = 8 if QUERIES < 32 else 2  # as registers allow
+    # as registers allow
+    AT_ONCE: tl.constexpr = 2 if QUERIES >= 32 else 4 if WIDE >= 256 else 8
     for first in range(0, tl.cdiv(span, share), AT_ONCE):
         for more in tl.static_range(AT_ONCE):
             one = first + more
@@ -194,7 +195,8 @@ def attention(
         return NotImplemented
     kind, size = info.kind, info.size
     fit = slots.shape == (B, n) and keys.shape == (B, K, S, d) == values.shape and not H % K
-    if not fit or (sinks is not None and sinks.shape != (H,)) or kind.chunk or d > WIDEST:
+    fit = fit and (sinks is None or sinks.shape == (H,)) and d * q.itemsize <= WIDEST
+    if not fit or kind.chunk:
         return NotImplemented
     if visible is not None and 0 < kind.window < ancestors.shape[2]:
         return NotImplemented  # nodes may lie outside windows
