@@ -34,7 +34,6 @@ HANDED_OVER = (  # by modules
 SCANS = Scan.convolution, Scan._scan, Walk.convolution, Walk.recurrence
 COMPILED = lm.product, lm.spoil, *SCANS
 SLOWEST = {
-    Noise.race,
     Noise.categorical,
     Noise.uncoupled,
     engine.judged,

@@ -125,7 +125,6 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     for k in (4, 10):
         yield Call(f"{k} ranked", sampling.ranked, (logits, k), p.numel() * size)
         yield Call(f"{k} drawn", Noise.draw, (noise, p, k, keys), 4 * p.numel())
-    yield Call("race", Noise.race, (noise, p, keys, 1), 8 * p.numel())
     yield Call("categorical", Noise.categorical, (noise, p, keys, 1), 4 * p.numel())
     yield Call("uncoupled", Noise.uncoupled, (noise, p, keys), 4 * p.numel())
     seqs, chain = Sequences.empty(B, S, device=device), Tree.chain(n - 1)

@@ -67,7 +67,6 @@ def _tried(device: torch.device) -> bool:
         p = on_device(laws.law)(Sampling(1.0), logits)
         draft = text.draft(tree, token, p)
         draft.keys = draft.tokens
-        on_device(sampling.race)(noise, p, draft.keys, 1)
         on_device(sampling.categorical)(noise, p, draft.keys, 1)
         warm = SimpleNamespace(rule=rules.Reject(), sampling=Sampling(1.0), rng=noise)
         on_device(gpu_rules.judged)(draft, SimpleNamespace(logits=logits), warm)
@@ -103,7 +102,6 @@ else:
         lm.product: products.product,
         likeliest: sampling.likeliest,
         ranked: sampling.ranked,
-        Noise.race: sampling.race,
         Noise.categorical: sampling.categorical,
         Noise.uncoupled: sampling.uncoupled,
         Noise.draw: sampling.draw_few,

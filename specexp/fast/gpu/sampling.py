@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp import sampling
-from specexp.fast.gpu.launches import blocks_of, power_of_2, wait_for_previous
+from specexp.fast.gpu.launches import power_of_2, wait_for_previous
 from specexp.fast.gpu.laws import (
     BITS,
     BLOCK,
@@ -67,16 +67,6 @@ def arrival(key, salt, lane):
     series = 0.20000714765 + r * (-0.16668057665 + r * series)
     series = 0.33333331174 + r * (-0.24999993993 + r * series)
     return k.to(tl.float32) * -0.6931472 + (0.5 * z - r) - r * z * series
-
-
-@triton.jit
-def race_kernel(w, keys, out, salt, n, keys_b, keys_n, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Noise.race: out [rows, V] = w [rows, V] / arrival times, by keys [rows / n, n]."""
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys + row // n * keys_b + row % n * keys_n)
-    weight = tl.load(w + row * V + token, token < V, other=0.0)
-    tl.store(out + row * V + token, weight / arrival(key, salt, token), token < V)
 
 
 @triton.jit
@@ -298,16 +288,6 @@ def rank(w: Tensor, k: int, keys: Tensor | None, salt: int) -> Tensor:
         **tile,
     )  # fmt: skip
     return tokens
-
-
-def race(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
-    if not drawable(self, w, keys):
-        return NotImplemented
-    weights, V = torch.empty_like(w), w.shape[-1]
-    race_kernel[keys.numel(), blocks_of(BLOCK, V)](
-        w, keys, weights, self.salt(purpose), *key_layout(keys), V=V, BLOCK=BLOCK
-    )
-    return weights
 
 
 def categorical(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
