@@ -104,8 +104,12 @@ class Trace:
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token (TPOT) of one row, in seconds, without prefill."""
-        return self.decode_s * self.batch / self.emitted if self.emitted else float("nan")
+        """Time per output token (TPOT) of one row, in seconds, without prefill: a row counts in the
+        rounds in which it was live."""
+        ends = [self.prefill_s, *(r.end_s for r in self.rounds)]
+        spans = (end - begin for begin, end in itertools.pairwise(ends))
+        row_s = sum(s * len(r.steps) for s, r in zip(spans, self.rounds, strict=True))
+        return row_s / self.emitted if self.emitted else float("nan")
 
 
 @dataclass(frozen=True)
