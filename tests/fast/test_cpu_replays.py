@@ -18,6 +18,7 @@ from specexp.engine import Engine
 from specexp.fast import cpu_replays
 from specexp.fast.cpu import build
 from specexp.fast.recordings import Recordings
+from specexp.models import lm
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.recording import Recorder
@@ -422,6 +423,17 @@ def test_nothing_is_replayed_in_memory_that_is_gone():
     latest = made.recorder.latest
     made.run(seqs, TREES["chain"])
     assert made.recorder.latest is not latest
+
+
+def test_a_replay_keeps_the_weights_that_its_module_had():
+    weight, x = torch.nn.Parameter(torch.randn(512, 512), False), torch.randn(1, 512)
+    replay, made = cpu_replays.CpuTape().record(lambda: lm.product(x, weight, None), None)
+    before = made.clone()
+    weight.data = torch.zeros(512, 512)
+    others = [torch.zeros(512, 512) for _ in range(8)]  # over what was freed
+    replay()
+    assert torch.equal(made, before)
+    del others
 
 
 def test_what_another_engine_moved_of_a_drafter_is_found():

@@ -60,7 +60,8 @@ this_thread = ThisThread()
 
 
 class CompiledCall(NamedTuple):
-    """A call of a compiled function: its address, and its arguments as numbers and as objects."""
+    """A call of a compiled function: its address, and its arguments as numbers and as objects. A
+    parameter that is given other data later leaves them as they are."""
 
     function: int
     numbers: Array[c_int64]
@@ -79,7 +80,8 @@ class Function:
     def __call__(self, *arguments: Any) -> bool:
         numbers = (c_int64 * len(arguments))(*map(_number, arguments))
         if this_thread.calls is not None:
-            this_thread.calls.append(CompiledCall(self.address, numbers, arguments))
+            held = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+            this_thread.calls.append(CompiledCall(self.address, numbers, held))
         done: bool = self.code(numbers)
         return done
 
