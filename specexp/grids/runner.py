@@ -85,7 +85,7 @@ def run(
                 work.publish_rest()
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
-        done = report.newest(f for p in points if (f := results.result_of(p.run_key)).exists())
+        done = rebuild.accept(f for p in points if (f := results.result_of(p.run_key)).exists())
         compare.show(console, report.frame(done))
         rebuild.describe()
     except results.StoreBusy as e:
@@ -304,7 +304,7 @@ class Work:
             result, now = results.result_of(point.run_key), (point.experiment, point.notebook.name)
             if shown[result] in (now, (None, None)):
                 continue
-            if _is_of_another_grid(result, point.file):
+            if presence.is_of_another_grid(result, point.file):
                 others.append(shown[result][0] or "")
                 continue
             with results.claim(point.run_key) as ours:
@@ -354,12 +354,6 @@ class Work:
             self._publish_failure(kept)
         if result.exists() and not runs.published(result):
             self._publish(result)
-
-
-def _is_of_another_grid(result: Path, file: Path) -> bool:
-    """Whether a result was made by another grid file than this one, which is still there."""
-    own = results.read(result / results.TAGS).get("grid.file", "")
-    return bool(own) and results.ROOT / own != file and (results.ROOT / own).is_file()
 
 
 def _is_unsettled(key: str) -> bool:

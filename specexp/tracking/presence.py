@@ -87,10 +87,18 @@ def shown_as(folder: Path) -> ShownAs:
 
 
 def rename(result: Path, experiment: str, tags: Mapping[str, str]) -> None:
-    """Give a result another experiment and the names in these tags, for when it is published."""
-    names = {"experiment": experiment, "tags": {name: tags[name] for name in FOLLOWING}}
+    """Give a result another experiment and the names in these tags, for when it is published; and
+    another end, by which it is newer than others of its point."""
+    before = results.new_names(result).get("tags", {})
+    following = {name: tags[name] for name in (*FOLLOWING, "ended") if name in tags}
     with files.whole(result / results.NEW_NAMES) as partial:
-        partial.write_text(json.dumps(names))
+        partial.write_text(json.dumps({"experiment": experiment, "tags": before | following}))
+
+
+def is_of_another_grid(result: Path, file: Path) -> bool:
+    """Whether a result was made by another grid file than this one, which is still there."""
+    own = results.read(result / results.TAGS).get("grid.file", "")
+    return bool(own) and results.ROOT / own != file and (results.ROOT / own).is_file()
 
 
 def unmark(folder: Path) -> None:

@@ -4,7 +4,7 @@ record, MLflow a view."""
 import contextlib
 import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -63,6 +63,26 @@ def rebuild(console: Console) -> Rebuilt:
     describe()
     results = sum(f.parent.name == "results" for f in published)
     return Rebuilt(results, len(published) - results, aside, tuple(torn), refused)
+
+
+def accept(folders: Iterable[Path]) -> list[report.Run]:
+    """Make these results of a grid the newest of their points, though other code has made others
+    since, and return them as `report.newest` does."""
+    chosen, last = {*folders}, dict[tuple[str, ...], tuple[int, Path]]()
+    mine: list[report.Run] = []
+    for folder in store.listed("results"):
+        run = report.Run(folder)
+        with store.ignoring_damage():
+            last[run.point] = max(last.get(run.point, (0, folder)), (run.ended, folder))
+            mine += [run] * (folder in chosen)
+    for run in mine:
+        ended, newest = last[run.point]
+        if newest not in chosen:
+            with store.claim(run.folder.name) as ours:
+                if ours:
+                    end = {"ended": str(ended + 1)}
+                    presence.rename(run.folder, run.experiment, run.tags | end)
+    return report.newest(chosen)
 
 
 def describe() -> None:

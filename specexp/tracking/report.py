@@ -58,16 +58,17 @@ class Run:
         return results.runs_in(self.result)[self.rival]
 
     @cached_property
-    def committed(self) -> dict[str, Any]:
-        """The tags with which it was committed."""
-        return results.load(self.folder / results.TAGS)
-
-    @cached_property
     def tags(self) -> dict[str, str]:
-        renamed = results.new_names(self.folder)
-        tags = self.record.get("tags", {}) | self.committed | renamed.get("tags", {})
+        committed = results.load(self.folder / results.TAGS)
+        renamed = results.new_names(self.folder).get("tags", {})
+        tags = self.record.get("tags", {}) | committed | renamed
         texts = {name: str(value) for name, value in tags.items()}
         return mlflow_view.run_tags(texts, self.result["params"], self.rival)
+
+    @property
+    def ended(self) -> int:
+        """When it was made, or a grid took it again (`rebuild.accept`), in milliseconds."""
+        return int(self.tags.get("ended", 0))
 
     @cached_property
     def experiment(self) -> str:
@@ -82,7 +83,8 @@ class Run:
         """What two results of a point on a kind of device share, whatever code made them."""
         notebook, device = (self.tags.get(name, "") for name in ("notebook", "device"))
         params = json.dumps(self.record["params"], sort_keys=True)
-        return self.experiment, notebook, device, params, self.rival
+        rough = "together" * (self.tags.get("together") == "yes")
+        return self.experiment, notebook, device, rough, params, self.rival
 
     @property
     def label(self) -> str:
@@ -187,7 +189,7 @@ def of(what: str) -> list[Run]:
 def newest(folders: Iterable[Path]) -> list[Run]:
     """The newest result of each point and its rivals, sorted by experiment and name. They must be
     intact."""
-    ordered = sorted(map(Run, folders), key=lambda run: run.committed.get("ended", 0))
+    ordered = sorted(map(Run, folders), key=attrgetter("ended"))
     each = (
         Run(run.folder, rival) if rival else run
         for run in ordered
@@ -199,11 +201,12 @@ def newest(folders: Iterable[Path]) -> list[Run]:
 
 def names_of(part: Sequence[Run]) -> dict[Run, str]:
     """The labels of runs; behind those that several have, the parameters in which these differ, and
-    the device if they differ in that."""
+    the device, and whether others ran beside them, if they differ in that."""
     names: dict[Run, str] = {}
     for label, same in groupby(sorted(part, key=attrgetter("label")), key=attrgetter("label")):
         alike = [*same]
-        facts = [{**run.record["params"], "device": run.tags.get("device", "")} for run in alike]
+        of_tags = [{n: run.tags.get(n, "") for n in ("device", "together")} for run in alike]
+        facts = [run.record["params"] | of for run, of in zip(alike, of_tags, strict=True)]
         every = dict.fromkeys(chain(*facts))
         differ = [name for name in every if len({repr(each.get(name)) for each in facts}) > 1]
         for run, each in zip(alike, facts, strict=True):

@@ -13,7 +13,7 @@ from support.stores import METRICS, active, go, run_of, shown
 from specexp.errors import UserError
 from specexp.grids import progress, runner
 from specexp.grids.machines import local
-from specexp.tracking import audit, mlflow_view, presence, runs
+from specexp.tracking import audit, mlflow_view, presence, report, runs
 from specexp.tracking.mlflow_store import StoreUnreachable
 
 pytestmark = pytest.mark.usefixtures("copied_tables")
@@ -171,6 +171,37 @@ def test_a_common_point_stays_in_the_experiment_of_the_grid_that_ran_it(store, w
     assert "renamed as" in go(theirs)[1]
     assert sorted(runs.runs("other")["params.x"]) == ["2", "3"]
     assert audit.problems() == []
+
+
+def test_a_result_that_a_grid_takes_again_is_the_current_one(store, written, monkeypatch):
+    [point] = before = written(1)
+    edited = [replace(point, run_key="0" * 16)]
+    for points, speedup, count in ((before, 1.6, 1), (edited, 1.1, 1), (before, 1.6, 0)):
+        monkeypatch.setitem(METRICS, "speedup/measured", speedup)
+        code, text = go(points)
+        assert (code, f"{count} of 1 points to run" in text, f"{speedup}0x" in text) == (
+            0,
+            True,
+            True,
+        )
+        [run] = report.of("grid of trifles")
+        assert run.metrics["speedup/measured"] == speedup
+        assert list(runs.runs("grid of trifles")["metrics.speedup/measured"]) == [speedup]
+        [experiment] = [e for e in runs.backend().experiments() if e.name != "Default"]
+        assert f"x=1: {speedup}0x" in experiment.tags[mlflow_view.NOTE]
+    changed = (store / "results" / before[0].run_key).stat().st_mtime_ns
+    go(before)
+    assert (store / "results" / before[0].run_key).stat().st_mtime_ns == changed
+    assert audit.problems() == []
+
+
+def test_rough_timings_do_not_supersede_careful_ones(store, points, written):
+    assert go(written(1))[0] == 0
+    rough = points(x=[1], together=True)
+    assert go(rough)[0] == 0
+    names = report.names_of(report.of("grid of trifles")).values()
+    assert {*names} == {"x=1 together=no", "x=1 together=yes"}
+    assert len(runs.runs("grid of trifles")) == 2
 
 
 def test_experiment_that_its_results_left_has_no_answer_of_theirs(store, written):
