@@ -39,14 +39,26 @@ def report(
     It needs no network, no server and no MLflow, and runs nothing.
     """
     from specexp.tracking import report as reporting
+    from specexp.tracking import results
 
-    everything = reporting.of(what)
+    path, everything = Path(what), reporting.of(what)
+    name = path.name
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        from specexp.grids import points
+
+        every = points.load(
+            [path], lambda count: True, checked=False, on_disk=True, may_compile=None
+        )
+        params, name = [p.params for p in every], f"{results.grid_name(path)}.yaml"
+        everything = [run for run in everything if run.result["params"] in params]
+        if not everything:
+            raise UserError(f"none of the points that {what} has now has a result: run it")
     if out is not None:
         opt.check_writable(out)
     if pdf:
         reporting.chromium()
-    path = reporting.write(everything, out, [Path(what).name.replace(".yml", ".yaml")])
-    for written in [path, *([reporting.print_pdf(path)] if pdf else [])]:
+    page = reporting.write(everything, out, [name])
+    for written in [page, *([reporting.print_pdf(page)] if pdf else [])]:
         opt.say(str(opt.relative(written)))
 
 
