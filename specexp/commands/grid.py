@@ -86,7 +86,7 @@ def run(
         machines = OnRay(points, on, forked=not fresh, say=say)
     code = runner.run(
         points, console, machines=machines, jobs=jobs, retry_failed=retry_failed,
-        retry_doubtful=retry_doubtful, force=force, forked=not fresh,
+        retry_doubtful=retry_doubtful, force=force, forked=not fresh, only=only or (),
     )  # fmt: skip
     raise typer.Exit(code)
 

@@ -50,20 +50,31 @@ def report(
     from specexp.tracking import report as reporting
     from specexp.tracking import results
 
-    everything = reporting.of(what)
+    path, everything = Path(what), reporting.of(what)
+    name = path.name
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        from specexp.grids import points
+
+        every = points.load(
+            [path], lambda count: True, checked=False, on_disk=True, may_compile=None
+        )
+        params, name = [p.params for p in every], f"{results.grid_name(path)}.yaml"
+        everything = [run for run in everything if run.result["params"] in params]
+        if not everything:
+            raise UserError(f"none of the points that {what} has now has a result: run it")
     if out is not None:
         opt.check_writable(out)
     if pdf:
         chromium()
     try:
-        path = reporting.write(everything, out, [Path(what).name.replace(".yml", ".yaml")])
+        page = reporting.write(everything, out, [name])
     except (OSError, UserError) as e:
         why = e.__cause__ or e
         if out or not isinstance(why, OSError) or why.errno in results.MACHINE_ERRORS:
             raise
         where = results.root() / "reports"
         raise UserError(f"cannot write to {where}: {why.strerror}; name a file with --out") from e
-    for written in [path, *([print_pdf(path)] if pdf else [])]:
+    for written in [page, *([print_pdf(page)] if pdf else [])]:
         opt.say(str(opt.relative(written)))
 
 

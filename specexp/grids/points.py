@@ -33,8 +33,8 @@ class Point:
     """One notebook run. `name`: what tells it from the grid's others; `label`: the same in lines
     of progress, with each value as the grid file has it and `--only` takes it; `file`: that of the
     grid; `params`: every parameter, defaults included; `run_key`: its `identity` as one digest;
-    `timed`: it measures time, so no other point should run beside it; `others`: other grids, loaded
-    with this one, that have the same point."""
+    `timed`: it measures time, so no other point should run beside it; `others`: files of other
+    grids, loaded with this one, that have the same point."""
 
     name: str
     label: str
@@ -46,15 +46,15 @@ class Point:
     identity: Identity = field(hash=False)
     run_key: str
     timed: bool = True
-    others: tuple[str, ...] = ()
+    others: tuple[Path, ...] = ()
 
     @property
     def grid(self) -> str:
         return self.file.stem
 
     @property
-    def grids(self) -> tuple[str, ...]:
-        return self.grid, *self.others
+    def files(self) -> tuple[Path, ...]:
+        return self.file, *self.others
 
     @property
     def together(self) -> bool:
@@ -108,8 +108,8 @@ def load(
             here = known[grid.notebook.path.parent]  # relative paths start from there
             for point in _points(grid, here, together, checked, report):
                 first = points.setdefault(point.run_key, point)
-                if point.grid not in first.grids:
-                    points[point.run_key] = replace(first, others=(*first.others, point.grid))
+                if point.file not in first.files:
+                    points[point.run_key] = replace(first, others=(*first.others, point.file))
     report.refuse()
     return list(points.values())
 

@@ -44,6 +44,7 @@ def run(
     points: Sequence[Point], console: Terminal, *,
     machines: local.Machines | None = None, jobs: int | None = None, retry_failed: bool = False,
     retry_doubtful: bool = False, force: bool = False, forked: bool = True,
+    only: Sequence[str] = (),
 ) -> int:  # fmt: skip
     """Run the points that have no result yet, print the comparison and write the report.
 
@@ -51,8 +52,9 @@ def run(
     forked unless `forked` is false. jobs: points at once, by default what the machines have room
     for; `alone` ones have a machine to themselves. retry_failed: also run points that failed
     before; retry_doubtful: and those of doubtful timings; force: every point, even those with a
-    result. Returns 0 all done and published, 1 some failed or unpublished, 3 store busy, 4 store
-    damaged, 5 disk full, 130 and 143 stopped by a signal.
+    result. only: the filters that chose them, which name their page. Returns 0 all done and
+    published, 1 some failed or unpublished, 3 store busy, 4 store damaged, 5 disk full, 130 and 143
+    stopped by a signal.
     """
     try:
         with Board(console, len(points)) as board:
@@ -61,8 +63,8 @@ def run(
                     runs.initialise()
                 except runs.StoreUnreachable as e:
                     board.say(f"cannot publish to MLflow for now, points run all the same: {e}")
-                for name in {name for p in points for name in p.grids}:
-                    results.remember(name, {p.run_key for p in points if name in p.grids})
+                for file in dict.fromkeys(file for p in points for file in p.files):
+                    results.remember(file, {p.run_key for p in points if file in p.files})
             work = Work(points, board, retry_failed, force, retry_doubtful)
             with _signals(work):
                 work.compare_with_mlflow()
@@ -101,7 +103,7 @@ def run(
     if board.failed:
         why = f"{results.root()}/failed/*/{progress.ERROR}; --retry-failed runs failed points again"
         console.print(Text(f"{'errors':10s} {why}"), soft_wrap=True)
-    _report(points, done, console)
+    _report(points, done, console, only)
     return FAILED if board.failed or work.unpublished else DONE
 
 
@@ -423,10 +425,12 @@ def _advice(force: bool) -> str:
     return f"{free_mb:.0f} MB free; free up space and {_resume(force)}"
 
 
-def _report(points: Sequence[Point], done: Sequence[report.Run], console: Terminal) -> None:
+def _report(
+    points: Sequence[Point], done: Sequence[report.Run], console: Terminal, only: Sequence[str]
+) -> None:
     """Write a page of the points' results, and print its path."""
     try:
-        names = {f"{point.grid}.yaml" for point in points}
+        names = {f"{results.grid_name(point.file)}.yaml" for point in points} | {*only}
         page = report.write(done, names=names) if done else "no result yet"
     except OSError as e:
         page = f"none, {e.strerror}: {e.filename or results.root()}"

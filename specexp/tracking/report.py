@@ -155,7 +155,7 @@ def of(what: str) -> list[Run]:
     if (path / results.RESULT).is_file():
         selected, hint = newest(filter(results.intact, [path])), "it is damaged"
     elif path.suffix in (".yaml", ".yml"):
-        selected = with_keys(results.keys_of(path.stem))
+        selected = with_keys(results.keys_of(results.grid_name(path)))
         hint = f"make them with `specexp grid run {what}`"
         hint = hint if path.is_file() else f"there is no such file{meant_beside(path)}"
     else:

@@ -2,8 +2,8 @@
 
 The store is `mlruns/` at the repository root, or SPECEXP_MLRUNS. `attempts/` holds work in
 progress, `results/` committed results, `failed/` and `replaced/` what was set aside, `claims/` the
-lock files, `grids/` the run keys of each grid. Locks are `flock` locks, which the kernel releases
-when their holder dies. This module knows nothing of MLflow or notebooks.
+lock files, `grids/` the run keys and the file of each grid. Locks are `flock` locks, which the
+kernel releases when their holder dies. This module knows nothing of MLflow or notebooks.
 """
 
 import errno
@@ -176,15 +176,33 @@ def claim_or_wait(what: str, tell: Callable[[str], None] = lambda message: None)
 # --- grids ----------------------------------------------------------------------------------------
 
 
-def remember(grid: str, keys: Set[str]) -> None:
-    """Add run keys to those of a grid's points."""
-    if new := keys - keys_of(grid):
-        with (folder("grids") / f"{grid}.txt").open("a") as file:
-            file.writelines(f"\n{key}" for key in sorted(new))
+def grid_name(file: Path) -> str:
+    """What a grid file is called here: by its stem, with a digest of its path behind it if another
+    file, which is still there, has that name."""
+    path, owner = _path_of(file), root() / "grids" / f"{file.stem}.file"
+    other = owner.read_text() if owner.exists() else path
+    taken = other != path and (ROOT / other).is_file()
+    return f"{file.stem}-{digest(path.encode())[:6]}" if taken else file.stem
+
+
+def _path_of(file: Path) -> str:
+    full = file.parent.resolve() / file.name
+    return from_root(full) or str(full)
+
+
+def remember(file: Path, keys: Set[str]) -> None:
+    """Add run keys to those of a grid's points. One process at a time may do so."""
+    name, path = grid_name(file), _path_of(file)
+    owner = folder("grids") / f"{name}.file"
+    if not owner.exists() or owner.read_text() != path:
+        owner.write_text(path)
+    if new := keys - keys_of(name):
+        with (folder("grids") / f"{name}.txt").open("a") as kept:
+            kept.writelines(f"\n{key}" for key in sorted(new))
 
 
 def keys_of(grid: str) -> set[str]:
-    """The run keys of every point this grid ever had, whichever grid ran it."""
+    """The run keys of every point that the grid of this name ever had, whichever grid ran it."""
     file = root() / "grids" / f"{grid}.txt"
     return set(file.read_text().split()) if file.exists() else set()
 

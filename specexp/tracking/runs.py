@@ -420,7 +420,8 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
         if experiment is None or experiment in names_of(e)
         for run in store.runs(e.experiment_id, "attributes.status = 'FINISHED'")
         if mlflow_view.SUPERSEDED not in run.data.tags
-        if grid in (None, run.data.tags.get("grid")) or run.data.tags.get("run_key") in keys
+        if grid in (None, run.data.tags.get("grid") if not keys or not is_ours(run) else "")
+        or run.data.tags.get("run_key") in keys
     ]
     return pd.DataFrame(
         {"experiment": name, "run_id": run.info.run_id, "name": run.info.run_name}

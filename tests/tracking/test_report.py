@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import matplotlib.pyplot as plt
@@ -441,6 +442,37 @@ def test_command_writes_the_page_where_it_says(store, tmp_path, monkeypatch, cap
             app.main()
         [path] = capsys.readouterr().out.splitlines()
         assert "certainly faster" in (tmp_path / path).read_text()
+
+
+def test_page_of_a_grid_file_has_the_points_that_it_has_now(store, written, monkeypatch, capsys):
+    file = written(1, 2)[0].file
+    assert go(written(1, 2))[0] == 0
+    assert go(written(1, 3))[0] == 0
+    page = store / "reports" / "trivial.yaml.html"
+    for names in ("x=1, x=3", "x=1"):
+        assert written(*(int(name[-1]) for name in names.split(", ")))
+        monkeypatch.setattr("sys.argv", ["specexp", "report", str(file)])
+        with pytest.raises(SystemExit):
+            app.main()
+        assert capsys.readouterr().out.split()[-1] == str(page)
+        cells = set(re.findall(r"x=\d", Reader(page.read_text()).text))
+        assert ", ".join(sorted(cells)) == names
+
+
+def test_page_of_some_points_or_of_another_grid_leaves_that_of_the_whole(store, written, tmp_path):
+    todo = written(1, 2)
+    assert go(todo)[0] == 0
+    page = store / "reports" / "trivial.yaml.html"
+    before = page.read_bytes()
+    assert "trivial.yaml+x-1.html" in go(todo[:1], only=["x=1"])[1]
+    (other := tmp_path / "other" / "trivial.yaml").parent.mkdir()
+    other.write_text(todo[0].file.read_text())
+    with pytest.raises(UserError, match="no results of"):
+        report.of(str(other))
+    assert re.search(r"trivial-\w{6}\.yaml\.html", go([replace(todo[0], file=other)])[1])
+    assert page.read_bytes() == before
+    grids = [track.runs(grid=file.stem) for file in (store / "grids").glob("*.file")]
+    assert sorted(map(len, grids)) == [1, 2]
 
 
 def test_grid_run_ends_with_the_path_of_its_report(store, written, monkeypatch):
