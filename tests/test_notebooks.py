@@ -86,7 +86,7 @@ def test_notebooks_run_as_a_grid_and_are_compared(
     for metric in ("acceptance/rate", "acceptance/length", "counts/emitted", "exact/tokens"):
         assert by_name[f"metrics.{metric}"].notna().all()
     kinds = [f"metrics.category/{kind}" for kind in ("c0", "q_a_")]
-    assert (by_name.loc[["acceptance"], kinds] >= 0).all(axis=None)
+    assert (by_name.loc[["acceptance"], kinds].max() >= 0).all()
     assert by_name.loc["latency", "metrics.speedup/predicted"] > 0
     assert by_name.loc["throughput_under_batch", "metrics.speedup/at_largest_batch"] > 0
     for end in ("low", "high"):
