@@ -36,7 +36,7 @@ class Look(NamedTuple):
 LOOKS = {
     "accepted": Look("green", "[{}]", "background: {}50", "draft token accepted"),
     "corrected": Look("bold yellow", "<{}>", "background: {}66; font-weight: bold",
-                      "target's token where no draft token was right"),
+                      "target's token where none was accepted"),
     "bonus": Look("bold cyan", "+{}+",
                   "background: {}50; font-weight: bold; text-decoration: underline",
                   "target's token after an accepted draft"),

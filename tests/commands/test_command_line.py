@@ -259,7 +259,7 @@ def test_generate_shows_colours_rounds_and_a_summary(run, tiny_folders):
     assert "16 tokens in" in out
     assert "accepted/drafted" in out
     assert "identical" in out
-    assert "[draft token accepted]  <target's token where no draft token was right>  +tar" in out
+    assert "[draft token accepted]  <target's token where none was accepted>  +tar" in out
     assert "~draft token rejected~" in out, "no colours, no marks"
 
 
@@ -273,7 +273,7 @@ def test_a_terminal_without_colours_has_marks(run, tiny_folders, monkeypatch, pl
     assert run(*words, "--max-new-tokens", "8")[0] == 0
     first, *_ = shown.getvalue().splitlines()
     assert first == "x y x y x", "the prompt has a line of its own"
-    assert "[draft token accepted]  <target's token where no draft token was right>" in shown.getvalue()
+    assert "[draft token accepted]  <target's token where none was accepted>" in shown.getvalue()
     assert "rejected~" not in shown.getvalue(), "they are shown by round only"
 
 
