@@ -16,6 +16,7 @@ from specexp.errors import UserError, counted
 if TYPE_CHECKING:
     from specexp.api import Output, Pairing
     from specexp.measure.exactness import Exactness
+    from specexp.measure.prompts import Prompt
     from specexp.trace import Acceptance
 
 RUNS = 3  # of each kind that are timed
@@ -76,7 +77,7 @@ def generate(
     texts = in_chat(texts or load(str(prompts), None, limit), pairing, max_new_tokens, chat)
     if not as_json and prompts is not None:
         opt.console.print(f"{texts}\n", style="dim")
-    every: list[tuple[Acceptance, dict[str, Any]]] = []
+    every: list[tuple[Prompt, Acceptance, dict[str, Any]]] = []
     trees = rounds and not Tree.parse(tree, pairing.options["gamma"]).is_chain
     for question in texts:
         text = question.text
@@ -89,7 +90,8 @@ def generate(
             print(opt.json_text(shown | {"speed": speed}))
         else:
             if len(texts) > 1:
-                opt.console.rule(Text(f"prompt {question.question_id}"), style="dim")
+                turn = f", turn {question.turn}" * (question.turn > 1)
+                opt.console.rule(Text(f"prompt {question.question_id}{turn}"), style="dim")
             _show(pairing, text, output, rounds, parents, legend=not every)
             doubt = f"; doubtful: runs differ by {speed['spread']:.1f}x, is the machine busy?"
             doubt = "; doubtful: its drafter remembers text" if exact.remembers else doubt
@@ -100,7 +102,7 @@ def generate(
                 f"{'' if speed['credible'] else doubt}",
                 f"{'NOT EXACT: ' * bool(exact.bugs or exact.lossy)}{exact}",
             )
-        every.append((output.acceptance, speed))
+        every.append((question, output.acceptance, speed))
         if exact.bugs:
             raise typer.Exit(1)
     if len(every) > 1 and not as_json:
@@ -108,17 +110,25 @@ def generate(
         opt.say(*_all(every))
 
 
-def _all(every: Sequence[tuple[Acceptance, dict[str, Any]]]) -> Iterator[str]:
-    """What all prompts say together, in lines. Of each: its counts, and `_timed`."""
-    from specexp.measure import statistics
+def _all(every: Sequence[tuple[Prompt, Acceptance, dict[str, Any]]]) -> Iterator[str]:
+    """What all prompts say together, in lines. Of each: itself, its counts, and `_timed`."""
+    import pandas as pd
+
+    from specexp.measure import statistics, summaries
     from specexp.trace import Acceptance
 
-    yield f"all {len(every)} prompts: {Acceptance.pooled(counts for counts, _ in every)}"
-    tokens = [(counts.emitted, speed) for counts, speed in every if counts.emitted]
-    timed = [(n / s["plain_tokens_per_s"], n, n / s["tokens_per_s"], n) for n, s in tokens]
-    if len(timed) > 1:
-        speedup = statistics.speedup(*zip(*timed, strict=True))
-        doubts = sum(not speed["credible"] for _, speed in tokens)
+    yield f"all {len(every)} prompts: {Acceptance.pooled(counts for _, counts, _ in every)}"
+    rows = [
+        {"question_id": prompt.question_id, "turn": prompt.turn, "credible": speed["credible"],
+         "plain_s": n / speed["plain_tokens_per_s"], "plain_tokens": n,
+         "s": n / speed["tokens_per_s"], "tokens": n}
+        for prompt, counts, speed in every if (n := counts.emitted)
+    ]  # fmt: skip
+    if len(rows) > 1:
+        timed = pd.DataFrame(rows)
+        each, units = summaries.units(timed, *summaries.TIMED), summaries.unit(timed)
+        speedup = statistics.speedup(*each, units=units)
+        doubts = int((~timed["credible"]).sum())
         doubt = f"; timings of {counted(doubts, 'prompt')} are doubtful" * (doubts > 0)
         yield f"speedup {speedup}: {statistics.verdict(speedup)}{doubt}"
 

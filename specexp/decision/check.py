@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from specexp.api import Pairing
 from specexp.decision.server import Reply, Server
 from specexp.errors import UserError, counted
-from specexp.measure import exactness, statistics
+from specexp.measure import exactness, statistics, summaries
 from specexp.measure.exactness import Exactness
 from specexp.measure.one_pairing import single_stream_tree
 from specexp.measure.prompts import Prompt
@@ -60,7 +60,7 @@ class Checked:
         if not (self.drafts and self.samples["here_drafts"].any()):
             return None
         names = ("accepted_tokens", "drafts", "here_accepted_tokens", "here_drafts")
-        draws = statistics.difference_draws(*(self.samples[name] for name in names))
+        draws = statistics.difference_draws(*summaries.units(self.samples, *names))
         return statistics.simultaneous([draws])[0]
 
     @cached_property
@@ -70,7 +70,8 @@ class Checked:
         if "plain_s" not in self.samples:
             return None
         timed = self.samples[(self.samples[["plain_later", "later"]] > 0).all(axis=1)]
-        return statistics.speedup(*timed[names].to_numpy().T) if len(timed) else None
+        each, units = summaries.units(timed, *names), summaries.unit(timed)
+        return statistics.speedup(*each, units=units) if len(timed) else None
 
     @property
     def drafts(self) -> bool:
@@ -175,7 +176,8 @@ def check(
     rows, outputs = [], {name: list[Reply]() for name in servers}
     start = before = server.dialect.counters()
     for number, ids in enumerate(tqdm(texts, desc="server", unit="prompt")):
-        row: dict[str, Any] = {"question_id": prompts[number].question_id}
+        prompt = prompts[number]
+        row: dict[str, Any] = {"question_id": prompt.question_id, "turn": prompt.turn}
         for name in list(servers)[:: 1 if number % 2 else -1]:
             reply = servers[name].complete(ids, max_new_tokens)
             outputs[name].append(reply)

@@ -28,8 +28,8 @@ PHASES = {"draft_s": "draft", "verify_s": "verify", "rest_s": "accept, commit"}
 
 def by_category(samples: pd.DataFrame) -> Figure:
     """Acceptance rate by pairing and category as a heat map, with the interval and the number n of
-    prompts in each cell; samples from `one_pairing.acceptance`. Hatched: too few prompts, or none
-    in which anything was drafted."""
+    prompts, or of conversations, in each cell; samples from `one_pairing.acceptance`. Hatched: too
+    few prompts, or none in which anything was drafted."""
     rates = _rates(samples, "category")
     few, nothing = rates["high"] - rates["low"] > style.WIDE_SHARE, rates["doubt"] == NOTHING
     between = "[" + (100 * rates[["low", "high"]]).round().astype(int).astype(str).agg(
@@ -57,7 +57,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
 
 def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:
     """The acceptance rate of each pairing and value of `by`, as columns value, low, high, with the
-    number n of prompts."""
+    number n of prompts or conversations."""
     return pd.DataFrame(
         {"pairing": pairing, by: key, "n": part["question_id"].nunique()}
         | summaries.rate(part)._asdict()

@@ -109,10 +109,9 @@ def table_path(pairing: Pairing) -> Path:
 def tokens_of_round(samples: pd.DataFrame, gamma: int) -> Interval:
     """Mean tokens of a round of gamma draft tokens, with its interval over prompts. samples: rows
     of `one_pairing.acceptance` with at least gamma draft tokens a round."""
-    accepted = np.array(
-        [sum(n * min(k, gamma) for k, n in enumerate(r.histogram)) for r in samples["record"]]
-    )
-    return statistics.ratio(accepted, samples["passes"], accepted + samples["passes"]).plus(1)
+    kept = [sum(n * min(k, gamma) for k, n in enumerate(r.histogram)) for r in samples["record"]]
+    accepted, passes = summaries.units(samples.assign(kept=kept), "kept", "passes")
+    return statistics.ratio(accepted, passes, accepted + passes).plus(1)
 
 
 def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) -> float:

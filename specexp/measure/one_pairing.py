@@ -62,8 +62,8 @@ def acceptance(
     temperatures: run every pairing at each of these instead of at its own.
 
     One row per pairing, temperature and prompt, with columns pairing, rule, gamma (the depth of the
-    deepest draft), temperature, category, question_id; drafted, accepted, emitted and cut (tokens),
-    passes (of the target); record (`Acceptance`), and the rounds behind them (see
+    deepest draft), temperature, category, question_id, turn; drafted, accepted, emitted, cut
+    (tokens), passes (of the target); record (`Acceptance`), and the rounds behind them (see
     `summaries.rounds`). Raises UserError if a pairing drafts nothing."""
     engines = [pairing.engine for pairing in pairings]
     if not all(e.drafter.context and single_stream_tree(e).depth for e in engines):
@@ -445,5 +445,5 @@ def _labels(pairing: Pairing, prompt: Prompt) -> dict[str, Any]:
         "pairing": pairing.drafter, "rule": pairing.engine.rule.name,
         "gamma": _deepest(pairing.engine.policy),
         "temperature": pairing.options["temperature"],
-        "category": prompt.category, "question_id": prompt.question_id,
+        "category": prompt.category, "question_id": prompt.question_id, "turn": prompt.turn,
     }  # fmt: skip

@@ -45,7 +45,8 @@ Records = Iterator[tuple[int, Any]]  # a number, and what stands there or the Us
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. `text` is the prompt; the rest is for `in_chat`."""
+    """One question. `text` is the prompt; the rest is for `in_chat`, whose prompts say which turn
+    of a conversation they are: all of one conversation have its question_id."""
 
     question_id: int | str
     category: str
@@ -53,6 +54,7 @@ class Prompt:
     answers: tuple[str, ...] = ()  # of the assistant, as the file records them
     system: str = ""
     chat: bool = False  # whether the file marks it for the target's chat template
+    turn: int = 1
 
     @property
     def text(self) -> str:
@@ -165,7 +167,9 @@ def in_chat(
         texts += _turns(prompt, pairing, max_new_tokens) if in_template else [prompt]
     used = f"; without chat only the first turn of {counted(cut, 'conversation')} is used"
     texts, skipped = _distinct(texts, lambda prompt: prompt.text)
-    return Prompts(texts, source + used * (cut > 0) + skipped)
+    of = f", turns of {counted(len({text.question_id for text in texts}), 'conversation')}"
+    of *= any(text.turn > 1 for text in texts)
+    return Prompts(texts, of + source + used * (cut > 0) + skipped)
 
 
 def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Prompt]:
@@ -174,9 +178,7 @@ def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Pr
     answers: list[str] = []
     for number in range(len(prompt.turns)):
         text = _in_template(pairing.tokenizer, prompt, answers)
-        several = len(prompt.turns) > 1
-        question_id = f"{prompt.question_id}.{number + 1}" if several else prompt.question_id
-        yield Prompt(question_id, prompt.category, (text,))
+        yield Prompt(prompt.question_id, prompt.category, (text,), turn=number + 1)
         if number < len(prompt.answers):
             answers.append(prompt.answers[number])
         elif number + 1 < len(prompt.turns):

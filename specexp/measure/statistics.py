@@ -96,23 +96,23 @@ def _quantiles(draws: np.ndarray) -> np.ndarray:
     return np.sort(draws, 1)[:, int(rank)]
 
 
-def speedup(*columns: ArrayLike, same_work: bool = False) -> Interval:
-    """That of the `columns` of `speedup_draws`, with its interval."""
-    return simultaneous([speedup_draws(*columns, same_work=same_work)])[0]
+def speedup(*columns: ArrayLike, **about: Any) -> Interval:
+    """That of the columns of `speedup_draws`, with its interval. about: its other arguments."""
+    return simultaneous([speedup_draws(*columns, **about)])[0]
 
 
 def speedup_draws(
     plain_s: ArrayLike, plain_tokens: ArrayLike, fast_s: ArrayLike, fast_tokens: ArrayLike,
-    *, same_work: bool = False,
+    *, same_work: bool = False, units: str = "prompts",
 ) -> Draws:  # fmt: skip
     """Seconds per delivered token of plain decoding over speculation's, from paired units [n]:
-    prompts, or repeats of the same work."""
+    prompts (or whatever they are called), or repeats of the same work."""
     data = _columns(plain_s, plain_tokens, fast_s, fast_tokens)
     each, usual = _speedup(*data), data.mean(1)
     slow, fast = (_unseen_range(x, same_work)[1] for x in (1 / each, each))
     worst = usual * [1, 1, slow * _speedup(*usual), 1]  # what takes long weighs more at either end
     best = usual * [fast / _speedup(*usual), 1, 1, 1]
-    return _bootstrap(_speedup, data, np.array([worst, best]), same_work)
+    return _bootstrap(_speedup, data, np.array([worst, best]), same_work, units)
 
 
 def _speedup(plain_s: Any, plain_tokens: Any, fast_s: Any, fast_tokens: Any) -> Any:
@@ -211,13 +211,14 @@ def _unseen_range(each: np.ndarray, same_work: bool) -> np.ndarray:
 
 
 def _bootstrap(
-    statistic: Callable[..., Any], data: np.ndarray, unseen: np.ndarray, same_work: bool = False
-) -> Draws:
+    statistic: Callable[..., Any], data: np.ndarray, unseen: np.ndarray, same_work: bool = False,
+    units: str = "prompts",
+) -> Draws:  # fmt: skip
     """Draws of a statistic of the weighted sums of columns [c, n] and an unseen unit: that of
     unseen [2, c] for the lower, and that for the upper end."""
     n = data.shape[1]
     low, high = (statistic(*np.c_[data, row] @ _weights(n + 1)) for row in unseen)
-    doubt = _too_few(n, *((MIN_REPEATS, "repeats") if same_work else (MIN_PROMPTS, "prompts")))
+    doubt = _too_few(n, *((MIN_REPEATS, "repeats") if same_work else (MIN_PROMPTS, units)))
     return Draws(float(statistic(*data.sum(1))), low, high, doubt)
 
 

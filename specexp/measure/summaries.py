@@ -42,10 +42,10 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
     samples: rows of `one_pairing.acceptance` at one temperature. One row a rule, with columns rule,
     gain, and the ends low and high of its interval over prompts; all intervals hold at once. No row
     if `over` is alone."""
-    columns = ["accepted", "passes"]
-    by_rule = {rule: part.set_index("question_id") for rule, part in samples.groupby("rule")}
-    base = by_rule.pop(over)[columns]
-    pairs = [part[columns].join(base, rsuffix="_base") for part in by_rule.values()]
+    each = samples.groupby(["rule", "question_id"])[["accepted", "passes"]].sum()
+    by_rule = {rule: part.droplevel("rule") for rule, part in each.groupby("rule")}
+    base = by_rule.pop(over).add_prefix("base_")
+    pairs = [part.join(base) for part in by_rule.values()]
     differences = [statistics.difference_draws(*pair.to_numpy().T) for pair in pairs]
     intervals = statistics.simultaneous(differences) if differences else []
     rows = [
@@ -93,10 +93,11 @@ def length_and_bias(samples: pd.DataFrame, biases: Mapping[str, pd.Series]) -> p
     length, length_low, length_high, bias, bias_low and bias_high; biases: from `one_pairing.bias`
     by rule."""
     columns = [f"{name}{end}" for name in ("length", "bias") for end in ("", "_low", "_high")]
-    rows = [
-        [rule, *length(part)[:3], *statistics.ratio(biases[rule], np.ones(len(biases[rule])))[:3]]
-        for rule, part in samples.groupby("rule")
-    ]
+    rows = []
+    for rule, part in samples.groupby("rule"):
+        each = biases[rule].groupby(level=0).agg(["sum", "count"])
+        bias = statistics.ratio(each["sum"], each["count"])
+        rows.append([rule, *length(part)[:3], *bias[:3]])
     return pd.DataFrame(rows, columns=["rule", *columns])
 
 
@@ -173,9 +174,10 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
     times, and the ends low and high of its interval; all intervals hold at once."""
     pair, timed = ["question_id", "repeat"], ["s", "tokens"]
     first = _pace(samples.groupby("arm")[TIMED].sum()).idxmax()
-    each = {arm: part.set_index(pair)[timed] for arm, part in samples.groupby("arm", sort=False)}
+    each = {a: part.groupby(pair)[timed].sum() for a, part in samples.groupby("arm", sort=False)}
     best = each.pop(first).add_prefix("best_")
-    pairs = [part.join(best, how="inner").groupby("question_id").sum() for part in each.values()]
+    both = [part.join(best, how="inner") for part in each.values()]
+    pairs = [rows.groupby("question_id").sum() for rows in both]
     draws = [statistics.speedup_draws(*rows.to_numpy().T) for rows in pairs]
     ratios = zip(each, statistics.simultaneous(draws) if draws else [], strict=True)
     rows = [{"arm": arm} | ratio.columns("times") for arm, ratio in ratios]
@@ -185,7 +187,7 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
 def speedup(samples: pd.DataFrame) -> Draws:
     """The speedup of one arm, for `statistics.simultaneous`: over prompts and, as those of a batch
     share its time, over batches and repeats. A single batch that ran once has no interval."""
-    draws = statistics.speedup_draws(*units(samples, *TIMED))
+    draws = statistics.speedup_draws(*units(samples, *TIMED), units=unit(samples))
     if "batch" not in samples or samples["batch"].iloc[0] == 1:
         return draws
     if len(samples.groupby(["number", "repeat"])) > 1:
@@ -202,8 +204,14 @@ def round_draws(samples: pd.DataFrame) -> Draws:
     return statistics.speedup_draws(*batches.to_numpy().T, same_work=True)
 
 
+def unit(samples: pd.DataFrame) -> str:
+    """What an interval's units are: prompts or, where a question has several turns, conversations:
+    a later turn contains the earlier ones."""
+    return "conversations" if "turn" in samples and samples["turn"].max() > 1 else "prompts"
+
+
 def units(samples: pd.DataFrame, *columns: str) -> list[np.ndarray]:
-    """Columns summed over repeats, one entry per prompt."""
+    """Columns summed over repeats and turns, one entry per `unit`."""
     samples = samples.groupby("question_id", sort=False)[list(columns)].sum()
     return [samples[column].to_numpy() for column in columns]
 

@@ -108,7 +108,7 @@ class Run:
 
     @property
     def prompts(self) -> int:
-        """How many prompts the figures rest on; 0 if the rounds do not say."""
+        """How many prompts, or conversations, the figures rest on; 0 if the rounds do not say."""
         ids = self.rounds.get("question_id", pd.Series(dtype=str))
         return int(ids.astype(str).nunique())
 

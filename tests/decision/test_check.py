@@ -17,7 +17,7 @@ from specexp.measure import statistics
 from specexp.measure.prompts import Prompt
 
 TEXTS = ["a b c a b c", "def mean(values):", "for x in range(3):\n", "import os\nimport"]
-PROMPTS = [Prompt(number, "own", (text,)) for number, text in enumerate(TEXTS)] * 5
+PROMPTS = [Prompt(number, "own", (text,)) for number, text in enumerate(TEXTS * 5)]
 SHORT = PROMPTS[:4]
 TOKENS = 24
 NAMES = {"vllm": "vllm:spec_decode_num_{}_total{{engine=\"0\"{}}} {}",
@@ -155,7 +155,7 @@ def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind
     for name in ("difference_draws", "speedup"):
         own = getattr(statistics, name)
         monkeypatch.setattr(
-            statistics, name, lambda *data, own=own: calls.update([own.__name__]) or own(*data)
+            statistics, name, lambda *x, own=own, **y: calls.update([own.__name__]) or own(*x, **y)
         )
     plain = Server(serving(pairing.with_(drafter="plain"), kind))
     found = check(Server(serving(pairing, kind, **how)), pairing, SHORT, TOKENS, plain)
@@ -173,6 +173,14 @@ def test_a_server_that_does_its_work_equals_the_reference(serving, pairing, kind
     assert "+0.00 [+0.00, +0.00], equal in 4 of 4 prompts" in said
     assert "speedup over the plain server: " in said
     assert calls == {"difference_draws": 1, "speedup": 1}, "an interval is computed once"
+
+
+def test_turns_of_a_conversation_are_one_unit_of_an_interval(serving, pairing):
+    turns = [Prompt(1, "own", (text,), turn=turn) for turn, text in enumerate(TEXTS[:2], 1)]
+    plain = Server(serving(pairing.with_(drafter="plain")))
+    found = check(Server(serving(pairing)), pairing, turns, TOKENS, plain)
+    assert list(found.samples["turn"]) == [1, 2]
+    assert found.speedup.doubt == "too few conversations: at least 16 more"
 
 
 def test_drafts_that_are_worse_than_here_show_in_the_acceptance_alone(serving, pairing):
@@ -324,4 +332,4 @@ def test_the_command_prints_findings_and_fails_on_another_text(
         else:
             assert ("NOT the target's in 3" if spoils else "the target's in 3 of 3") in text
             assert "drafts with at least so many" in text
-    assert out.read_text().startswith("question_id,tokens,s,ttft_s,later,drafts,draft_tokens")
+    assert out.read_text().startswith("question_id,turn,tokens,s,ttft_s,later,drafts,")

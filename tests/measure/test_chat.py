@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from conftest import tiny_llama, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -11,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 import specexp
 from specexp.commands import app
 from specexp.errors import UserError
-from specexp.measure import parameters
+from specexp.measure import one_pairing, parameters, statistics, summaries
 from specexp.measure.prompts import Prompt, in_chat, longest
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -35,7 +36,7 @@ def pairing(request):
 
 def test_turn_has_the_tokens_of_the_template(pairing):
     first, second = in_chat([TWO], pairing, 4)
-    assert (first.question_id, second.question_id) == ("q.1", "q.2")
+    assert [(t.question_id, t.turn) for t in (first, second)] == [("q", 1), ("q", 2)]
     messages = [{"role": "system", "content": "Brief"}, {"role": "user", "content": "1+1?"}]
     [ids] = pairing.encode([first.text])
     template = pairing.tokenizer.apply_chat_template
@@ -52,6 +53,47 @@ def test_recorded_answer_stands_before_the_next_turn(pairing):
     assert second.text.endswith("user: 1+1?\nassistant: two\nuser: 2+2?\nassistant:")
     assert longest(recorded, pairing.tokenizer) == (second.text, 0)
     assert longest(TWO, pairing.tokenizer)[1] == 1
+
+
+def test_turns_of_a_conversation_are_one_unit_of_an_interval(pairing):
+    single, double = (
+        [Prompt(i, "math", tuple(f"{i}+{j}?" for j in range(turns))) for i in range(3)]
+        for turns in (1, 2)
+    )
+    texts = in_chat(double, pairing, 4)
+    assert str(texts) == "6 prompts, turns of 3 conversations"
+    assert str(in_chat(single, pairing, 4)) == "3 prompts"
+    samples = one_pairing.latency(pairing, texts, [2], 4, repeats=2)
+    samples["plain_s"] = samples["s"] * (1 + samples.index / 100)
+    measured = summaries.speedups(samples, "gamma").iloc[0]
+    assert measured["doubt"] == "too few conversations: at least 14 more"
+    twice = samples.groupby("question_id")[[*summaries.TIMED, "accepted", "passes", "drafted"]]
+    as_one = twice.sum().reset_index().assign(gamma=2, record=samples["record"].iloc[0])
+    columns = ["speedup", "low", "high"]
+    assert (measured[columns] == summaries.speedups(as_one, "gamma").iloc[0][columns]).all()
+    assert summaries.rate(samples) == summaries.rate(as_one)
+    assert summaries.length(samples) == summaries.length(as_one)
+
+
+def test_turns_are_paired_with_their_own(pairing):
+    """With those of another arm or rule, not each with each of the conversation."""
+    texts = in_chat([TWO, Prompt("r", "math", ("3?",))], pairing, 4)
+    arms = {"a": pairing, "b": pairing.with_(gamma=1)}
+    timed = one_pairing.latency_by_arm(arms, texts, 4)
+    total = timed.groupby("arm")[["s", "tokens"]].sum()
+    pace = total["s"] / total["tokens"]
+    [lead] = summaries.lead_over_others(timed).to_dict("records")
+    assert lead["times"] == pytest.approx(pace.max() / pace.min())
+    rules = [pairing.with_(rule=rule, temperature=1.0) for rule in ("match", "typical")]
+    samples = one_pairing.acceptance(rules, texts, 4)
+    match, typical = (rule.engine.rule.name for rule in rules)
+    lengths = {rule: summaries.length(part).value for rule, part in samples.groupby("rule")}
+    [gain] = summaries.gains(samples, match).to_dict("records")
+    assert gain["gain"] == pytest.approx(lengths[typical] - lengths[match])
+    bias = pd.Series([0.1, 0.3, 0.2], index=[text.question_id for text in texts])
+    table = summaries.length_and_bias(samples, {match: bias, typical: bias})
+    columns = ["bias", "bias_low", "bias_high"]
+    assert table[columns].iloc[0].tolist() == [*statistics.ratio([0.4, 0.2], [2, 1])[:3]]
 
 
 def test_only_marked_prompts_are_chats_without_the_option(pairing):
