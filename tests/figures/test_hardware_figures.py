@@ -12,7 +12,7 @@ def test_peers_table_shows_missing_and_differing():
            "missing": None, "equal": odd}  # fmt: skip
     gone = row | {"work": "draft", "their_tok_s": None, "ratio": None, "equal": None,
                   "missing": "because"}  # fmt: skip
-    report = {"drafter": "d", "gamma": 2, "new_tokens": 4, "prompts": 1, "repeats": 1,
+    report = {"drafter": "d", "gamma": 2, "new_tokens": 4, "prompts": 5, "repeats": 1,
              "rows": [row, gone]}  # fmt: skip
     shown, notes = hardware.tables("peers", report)
     console = Console(width=100, record=True, quiet=True)
@@ -22,6 +22,7 @@ def test_peers_table_shows_missing_and_differing():
     assert "2.00x [1.50, 2.50]" in printed.get()
     assert "90.0 %, ties: 1, unexplained: 2" in printed.get()
     assert notes[0] == "draft model: because"
+    assert notes[-1] == "intervals: timing noise alone, over repeats of the same 5 prompts"
 
 
 def test_pass_faster_than_torchs_products_is_explained():
