@@ -112,7 +112,9 @@ def test_rounds_of_several_trees_are_a_graph_each(kind, device):
 def reading(monkeypatch):
     """The graphs in which prompts are read, on a CPU as well; those of the last engine."""
     graphs, real = [], cuda_graphs.on
-    monkeypatch.setitem(OPS[fill].kernels, "cpu", (cuda_graphs.replayed_fill, fast))
+    monkeypatch.setitem(
+        OPS[fill].kernels, "cpu", (cuda_graphs.replayed_fill, lambda device: fast())
+    )
 
     def on(device):
         recordings = real(device)

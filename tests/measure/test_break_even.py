@@ -178,7 +178,7 @@ def accepted(*histograms):
     return pd.DataFrame(
         {"accepted": [r.accepted for r in records], "passes": [r.passes for r in records],
          "drafted": [r.drafted for r in records], "record": records,
-         "question_id": range(len(records))}
+         "question_id": range(len(records)), "gamma": len(histograms[0]) - 1}
     )  # fmt: skip
 
 

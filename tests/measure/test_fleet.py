@@ -427,7 +427,7 @@ def test_bad_setting_is_one_line(call, said):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: day(-1, 5, LENGTHS, 0), "rate is -1; it must be positive"),
+        (lambda: day(-1, 5, LENGTHS, 0), "rate is -1; use 1e-6 to 1e6"),
         (lambda: paces_of(planted(), "always:9", KEPT, 4, 64), "use 0 to 5 here"),
         (lambda: paces_of(planted(), "sometimes", KEPT, 4, 64), "is unknown"),
     ],

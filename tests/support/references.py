@@ -28,7 +28,7 @@ def lightened() -> Iterator[None]:
 
     ops.kernels_of(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ops.OPS[lm.network].kernels, "cpu", (lighter.network, lambda: True))
+        patch.setitem(ops.OPS[lm.network].kernels, "cpu", (lighter.network, lambda device: True))
         ops.forget()
         yield
     ops.forget()

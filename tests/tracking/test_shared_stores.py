@@ -159,6 +159,7 @@ def test_report_of_a_store_that_takes_none_goes_elsewhere(filled, monkeypatch, c
             app.main()
         return ended.value.code, capsys.readouterr().err
 
+    shutil.rmtree(filled / "reports")
     (filled / "reports").write_text("in the way of the folder")
     refused = [report()]
     (filled / "reports").unlink()
