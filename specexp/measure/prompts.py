@@ -331,7 +331,7 @@ def _csv(path: Path, content: bytes) -> Records:
     text = io.StringIO(_decode(path, content), newline="")
     rows = csv.DictReader(text, delimiter=delimiter, strict=True)
     start = 2
-    csv.field_size_limit(1 << 30)  # characters; by default 131,072
+    usual = csv.field_size_limit(1 << 30)  # characters, for all readers
     try:
         if not set(KEYS) & {*(rows.fieldnames or KEYS)}:
             raise UserError(f"{path}: line 1: {_no_text(rows.fieldnames or ())}")
@@ -344,6 +344,8 @@ def _csv(path: Path, content: bytes) -> Records:
             start = rows.line_num + 1
     except csv.Error as error:
         raise UserError(f"{path}: line {start}: not CSV ({error})") from None
+    finally:
+        csv.field_size_limit(usual)
 
 
 def _parquet(path: Path, content: bytes) -> Records:
