@@ -107,13 +107,14 @@ def status(
 
     ran = any(map(results.listed, ("grids", "results", "failed"))) or None
     points = _points(files, only, yes, together, checked=False, may_compile=ran and False)
-    done = []
+    done, remedy = [], ""
     if ran:
         from specexp.tracking import report
 
         done = report.newest(f for p in points if results.intact(f := results.result_of(p.run_key)))
+        remedy = report.remedy(done)
     console.print(progress.status(points, done))
-    lines = [*progress.explain_reruns(points), *filter(None, [report.remedy(done)] if done else [])]
+    lines = [*progress.explain_reruns(points), *[remedy] * bool(remedy)]
     try:
         lines += presence.find_gaps(progress.shown_as(points)).lines("`specexp grid run`")
     except (runs.StoreUnreachable, runs.StoreCorrupt) as e:

@@ -233,7 +233,7 @@ def _rounds(pairing: Pairing, texts: Sequence[list[int]], max_new_tokens: int) -
             rounds.append(list[Round]())
             continue
         trace = engine.generate([[*ids, first]], max_new_tokens - 1).trace
-        rounds.append([(s.drafted, s.accepted, s.emitted) for r in trace.rounds for s in r.steps])
+        rounds.append([(s.drafted, s.accepted, s.emitted) for s in trace.steps()])
     return rounds
 
 

@@ -111,19 +111,12 @@ LENGTH = Answer("acceptance/length", "acceptance/length_ci", ".2f", "", " tokens
                 " tokens per target pass", timed=False)  # fmt: skip
 ANSWERS = (
     Answer("fleet/replicas", "", ".0f", " replicas", "", "", least=True, timed=False),
-    Answer(
-        "regret/worst",
-        "regret/worst",
-        ".1%",
-        "",
-        " regret",
-        " of tokens/s lost at worst to the best fixed policy",
-        least=True,
-        gained=(" gained", " of tokens/s gained at worst against the best fixed policy"),
-    ),
+    Answer("regret/worst", "regret/worst", ".1%", "", " regret",
+           " of tokens/s lost at worst to the best fixed policy", least=True,
+           gained=(" gained", " of tokens/s gained at worst against the best fixed policy")),
     SPEEDUP,
     RATE,
-)
+)  # fmt: skip
 
 
 BESIDE = {
