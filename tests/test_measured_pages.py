@@ -52,4 +52,4 @@ def test_a_policy_faster_than_the_best_fixed_one_is_said_to_be(monkeypatch):
     file = measured_pages.load("load_aware")
     faster = [row | {"regret": -0.117} for row in file["closed_loop"]]
     monkeypatch.setattr(measured_pages, "load", lambda _: file | {"closed_loop": faster})
-    assert "policy is at least 11.7 % faster than the best." in measured_pages.under_load()
+    assert "`goodput` is at least 11.7 % faster than the best fixed" in measured_pages.under_load()

@@ -24,7 +24,7 @@ COLOURS = (SPECULATIVE, PREDICTED, "#0f7a5c", "#d55e00", "#56b4e9", "#6a2c91", "
 SYMBOLS, HATCHES = "osD^vPX", ("", "//", "..", "xx", "--")
 DOUBTFUL = 0.8  # R² of a fit of costs below which the measurement was probably disturbed
 NARROWEST, WIDEST = 7.0, 10.5  # inches: a title has room; in a page 700 pixels wide it can be read
-NARROW, WIDE = 5, 500  # ranges of a logarithmic axis, highest over lowest
+LOG_DIGITS = (1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)  # first digits of numbers at an axis
 DIGIT = 0.1  # inches, of a number at an axis
 WIDE_SHARE = 0.5  # an interval of a share that is wider says only that prompts are too few
 HOLLOW = {"markerfacecolor": "none", "markeredgewidth": 2}  # a rule that is lossy; a doubtful run
@@ -178,15 +178,20 @@ def axis_of(
 
 
 def log_axis(axes: Axes, which: str = "y") -> None:
-    """A logarithmic axis with numbers at 1, 2, 5, 10 ... of what is drawn; where these are too many
-    to be read, at 1, 10, 100 ..., and where they are too few, at even steps."""
+    """A logarithmic axis with numbers at 1, 10, 100 ... of what is drawn; if these are fewer than
+    three, at 1, 2, 5 ..., or at more digits, or at even steps."""
     axes.set(**{f"{which}scale": "log"})
     axis: Any = getattr(axes, f"{which}axis")
     low, high = sorted(getattr(axes, f"get_{which}lim")())
-    digits = (1, 2, 5) if high < WIDE * low else (1,)
-    even = ticker.MaxNLocator(4, steps=(1, 2, 5, 10))  # of all these steps 1 is a multiple
-    powers = ticker.LogLocator(subs=digits)
-    axis.set_major_locator(even if high < NARROW * low else powers)
+    locators: list[ticker.Locator] = [ticker.LogLocator(subs=digits) for digits in LOG_DIGITS]
+    locators.append(ticker.MaxNLocator(4, steps=(1, 2, 5, 10)))  # 1 is a multiple of all of these
+    axis.set_major_locator(
+        next(
+            (each for each in locators
+             if sum(low <= tick <= high for tick in each.tick_values(low, high)) >= 3),
+            locators[-1],
+        )
+    )  # fmt: skip
     thousands = ticker.EngFormatter(sep="")
     axis.set_major_formatter(lambda x, _: thousands(x) if x >= 1e4 else f"{x:g}")
     axis.set_minor_locator(ticker.NullLocator())

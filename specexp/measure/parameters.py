@@ -155,7 +155,7 @@ PARAMETERS: dict[str, Parameter] = {
                           _arrivals),
     "offered": Parameter("float", "request rate, as a share of what plain decoding can serve",
                          _positive),
-    "count": Parameter("int", "number of requests of the open traffic, or of rounds of the lesson",
+    "count": Parameter("int", "requests of the open traffic; in 00_lesson: rounds of a position",
                        _least(1), 64),
     "rows": Parameter("int", "most requests decoded at once", _least(1), 32),
     "queue": Parameter("int", "most requests that may wait; further ones are rejected",
@@ -165,7 +165,8 @@ PARAMETERS: dict[str, Parameter] = {
     "tpot_ms": Parameter("float", "limit on the time per token after the first, in ms",
                          _positive, 50.0),
     # a day of many requests, simulated
-    "requests_per_day": Parameter("int", "requests per day; SIMULATED from samples", _least(1)),
+    "requests_per_day": Parameter("int", "SIMULATED requests per day, from a sample of each hour",
+                                  _least(1)),
     "swing": Parameter("float", "swing of the request rate over the day, as a share of its mean",
                        _swing),
     "prompt_tokens": Parameter("int", "tokens of the median prompt; lengths are lognormal",

@@ -46,7 +46,7 @@ def drafters() -> pd.DataFrame:
     return runs[kept].reset_index(drop=True)
 
 
-def row(run: pd.Series, label: str, *more: str) -> str:
+def row(run: pd.Series, label: str, *more: str, last: tuple[str, ...] = ()) -> str:
     interval = (
         f" [{run['speedup/ci_low']:.2f}, {run['speedup/ci_high']:.2f}]"
         if "speedup/ci_low" in run else ""
@@ -55,6 +55,7 @@ def row(run: pd.Series, label: str, *more: str) -> str:
         label, f"{run['acceptance/rate']:.0%}".replace("%", " %"), *more,
         f"{run['acceptance/length']:.2f}", f"{run['cost/draft_steps']:.2f}",
         f"{run['cost/verify_steps']:.2f}", f"{run['speedup/measured']:.2f}x{interval}",
+        *last,
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |\n"
 
@@ -75,28 +76,30 @@ def results() -> str:
         f"Greedy decoding of one stream: `{params['target']}` on {file['device']}, "
         f"{params['gamma']} draft tokens, {params['limit']} prompts "
         "([data](data/measurements/drafters.json)). "
-        f"The last row is on an {' '.join(machine.split()[:2])}, with {judged['gamma']} draft "
-        f"tokens and {judged['texts']} prompts, too few for an interval "
-        "([data](data/measurements/gpu_pair.json)).\n"
+        "A *plain step* is the time of a token of plain decoding. Lookups (`suffix`, `ngram`) copy "
+        "earlier text and often draft fewer tokens than they may. The last row is on an "
+        f"{' '.join(machine.split()[:2])}, with {judged['gamma']} draft tokens and "
+        f"{judged['texts']} prompts, too few for an interval; its weights are random, so only its "
+        "costs are those of a real pair ([data](data/measurements/gpu_pair.json)).\n"
     )
     rows = "".join(row(table.loc[name], label) for name, label in SHOWN.items())
     return (
         f"{head}\n"
         "| drafter | acceptance rate | tokens per pass "
-        "| draft, in plain steps | verify | speedup |\n"
+        "| draft, in plain steps | verify, in plain steps | speedup |\n"
         f"|---|---:|---:|---:|---:|---:|\n{rows}{gpu_row()}\n"
         f"{paragraph(under_load() + gpu() + real(), 120)}"
     )
 
 
 def real() -> str:
-    """A pretrained model: the speedup of its drafters."""
+    """A pretrained model: the speedup of its four fastest drafters."""
     file = load("real")
     device = file["device"].replace("shared ", "").removesuffix(" with AMX")
     each = [
         f"`{run['drafter']}` {run['speedup/measured']:.2f}x "
         f"[{run['speedup/ci_low']:.2f}, {run['speedup/ci_high']:.2f}]"
-        for run in sorted(file["runs"], key=lambda run: -run["speedup/measured"])
+        for run in sorted(file["runs"], key=lambda run: -run["speedup/measured"])[:4]
     ]
     return f"[SmolLM2-135M](data/measurements/real.json), in chat on {device}: {', '.join(each)}."
 
@@ -109,10 +112,10 @@ def under_load() -> str:
     worst = loops.loc[loops["policy"] == "goodput", "regret"].max()
     aware = f"within {worst:.1%} of" if worst > 0 else f"at least {-worst:.1%} faster than"
     return (
-        f"Under load a gain becomes a loss: with {lost.index.min()} to {lost.index.max()} streams "
-        f"on {file['device'].partition(' with ')[0]}, one draft token costs {lost.min():.0%} to "
-        f"{lost.max():.0%} of throughput ([data](data/measurements/load_aware.json)); the "
-        f"load-aware policy is {aware} the best. "
+        f"Under load a gain becomes a loss: with `{file['about']['drafter']}` and "
+        f"{lost.index.min()} to {lost.index.max()} streams, one draft token costs {lost.min():.0%} "
+        f"to {lost.max():.0%} of throughput ([data](data/measurements/load_aware.json)); the "
+        f"load-aware policy `goodput` is {aware} the best fixed length at every load. "
     ).replace("%", " %")
 
 
@@ -163,7 +166,7 @@ def gpu_row() -> str:
         "speedup/measured": pair["round"]["speedup"]["measured"]["value"],
     }  # fmt: skip
     layers = pair["weights"]["draft"]
-    return row(pd.Series(run), f"8B on the H100, drafting with its first {layers} layers")
+    return row(pd.Series(run), f"8B shape on the H100, drafting with {layers} of its layers")
 
 
 def gpu() -> str:
@@ -178,8 +181,8 @@ def gpu() -> str:
         if r["policy"] == "always:4"
     )
     return (
-        f"On the H100 (bfloat16, random weights), a token takes {one['ms']:.1f} ms "
-        f"({one['of_copy']['value']:.0%} of memory-copy bandwidth). The pair runs at "
+        f"On the H100 (bfloat16), a token takes {one['ms']:.1f} ms "
+        f"({one['of_copy']['value']:.0%} of memory-copy bandwidth). The 8B pair runs at "
         f"{assisted:.1f}x transformers' assisted generation, but at "
         f"{loss[loss.index.max()]:.2f}x plain decoding in a batch of {loss.index.max()}; the "
         f"zoo's pair serves one stream at {alone} and 256 at {crowd}. "
@@ -252,7 +255,7 @@ def all_drafters() -> str:
               "dflash": "`dflash` (DSpark)"}  # fmt: skip
     rows = "".join(
         row(run, labels.get(run["drafter"], f"`{run['drafter']}`"),
-            f"{run['category/prose']:.0%}".replace("%", " %"))
+            f"{run['category/prose']:.0%}".replace("%", " %"), last=(f"{run['again']:.2f}x",))
         for _, run in drafters().iterrows()
     )  # fmt: skip
     wide = {r["value"]: r["over_first"]["value"] for r in load("bench")["suites"]["scale"]["rows"]
@@ -262,8 +265,9 @@ def all_drafters() -> str:
     )
     lengths = rules["length"]
     return (
-        "| drafter | acceptance rate | on prose | tokens per pass | draft | verify | speedup |\n"
-        f"|---|---:|---:|---:|---:|---:|---:|\n{rows}\n"
+        "| drafter | acceptance rate | on prose | tokens per pass | draft | verify | speedup "
+        "| a minute later |\n"
+        f"|---|---:|---:|---:|---:|---:|---:|---:|\n{rows}\n"
     ) + paragraph(
         "Compare acceptance: costs hold for one machine, and for one hour on it. On two Intel "
         f"cores, verifying 16 tokens takes {wide[16]:.1f} plain passes "
@@ -293,8 +297,8 @@ def servers() -> str:
         note = f", {run['note']}" * bool(run["note"])
         lines.append(
             f"| {run['engine']} | `{run['target']}` with `{run['drafter']}`{note} | {run['texts']} "
-            f"| {run['per_draft']:.2f} | {run['here_per_draft']:.2f} "
-            f"| {off[0]} [{off[1]}, {off[2]}] | {run['alike']:.0f} |\n"
+            f"| {run['alike']:.0f} | {run['per_draft']:.2f} | {run['here_per_draft']:.2f} "
+            f"| {off[0]} [{off[1]}, {off[2]}] |\n"
         )
     head = paragraph(
         f"Real servers on {file['device']}, {len(file['runs'][0]['prompts'])} prompts "
@@ -302,16 +306,17 @@ def servers() -> str:
         "Medusa heads, DSpark or DFlash 2, vLLM accepts in every prompt just what the reference "
         "accepts, but for two faults that the check found. On a CPU, vLLM's kernel for norms gives "
         "both layers of a block drafter the weights of the first; with that kernel mended, all is "
-        "equal. And vLLM leaves out the biases of Medusa heads unless their config.json has "
-        "`medusa_fc_bias` (heads trained here do now). Lookups differ by definition: vLLM copies "
-        "what followed the earliest match, llama.cpp drafts only where three tokens match, specexp "
+        "equal (*kernel mended*). And vLLM leaves out the biases of Medusa heads unless their "
+        "config.json has `medusa_fc_bias` (heads trained here do now). Lookups differ by definition: "
+        "vLLM copies what followed the earliest match, llama.cpp drafts only where three tokens match, specexp "
         "copies after the latest of the longest matches. llama.cpp keeps keys in 16 bits, and "
         "without drafting it writes the same text.",
         104,
     )
     return (
-        f"{head}\n| engine | models | text is the target's | accepted a draft | here "
-        "| difference | prompts equal |\n|---|---|---:|---:|---:|---|---:|\n"
+        f"{head}\n| engine | models | prompts with the target's text | prompts with equal counts "
+        "| accepted tokens per draft | in the reference | difference |\n"
+        "|---|---|---:|---:|---:|---:|---|\n"
         f"{''.join(lines)}"
     )
 
@@ -408,8 +413,8 @@ def by_batch(passes: pd.DataFrame, speedups: pd.DataFrame) -> Figure:
     with style.panels(2, 5.0, 4.2) as (figure, both):
         looks = style.marks([*passes["arm"].unique(), *speedups["arm"].unique()])
         sides = (
-            (passes, "steps", "six tokens, in plain steps"),
-            (speedups, "value", "speedup of a pair of 8B shape, H100"),
+            (passes, "steps", "pass over 6 tokens / over 1"),
+            (speedups, "value", "speedup of the 8B shape, H100"),
         )
         for axes, (table, column, label) in zip(both, sides, strict=True):
             axes.axhline(1, color=style.PLAIN, lw=1.5)
@@ -422,7 +427,12 @@ def by_batch(passes: pd.DataFrame, speedups: pd.DataFrame) -> Figure:
         alone = speedups[speedups["batch"] == 1].set_index("arm")["value"]
         said = [f"{alone[arm]:.2f}x becomes {wide[arm]:.2f}x ({arm})" for arm in alone.index]
         batch = speedups["batch"].max()
-        style.title(figure, f"From one stream to {batch} on an H100, {', '.join(said)}", "")
+        style.title(
+            figure,
+            f"From one stream to {batch} on an H100, {', '.join(said)}",
+            "Left: time of a pass. Right: a prompt per stream, random weights; too few repeats for "
+            "intervals",
+        )
     return figure
 
 
@@ -433,6 +443,11 @@ def draw() -> None:
     table = drafters().rename(columns=columns)
     steps_s = 1e3 / load("drafters")["plain_step_ms"]
     table = table.assign(promised=table["speedup"].max(), doubt="", plain_tok_s=steps_s)
+    params = load("drafters")["params"]
+    figures.style.subject(
+        f"{params['target']}, {params['gamma']} draft tokens, greedy, one stream, "
+        f"{params['limit']} prompts, {load('drafters')['device']}"
+    )
     figures.pairings.forest(table).savefig(MEASURED / "drafters.png", dpi=100)
     by_batch(verifying(), batches()).savefig(MEASURED / "gpu.png", dpi=100)
     pair = specexp.load("target-10m", drafter="sibling-3m", gamma=4)
