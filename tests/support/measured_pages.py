@@ -307,9 +307,10 @@ def servers() -> str:
         "accepts, but for two faults that the check found. On a CPU, vLLM's kernel for norms gives "
         "both layers of a block drafter the weights of the first; with that kernel mended, all is "
         "equal (*kernel mended*). And vLLM leaves out the biases of Medusa heads unless their "
-        "config.json has `medusa_fc_bias` (heads trained here do now). Lookups differ by definition: "
-        "vLLM copies what followed the earliest match, llama.cpp drafts only where three tokens match, specexp "
-        "copies after the latest of the longest matches. llama.cpp keeps keys in 16 bits, and "
+        "config.json has `medusa_fc_bias` (heads trained here do now). Lookups differ by "
+        "definition: vLLM copies what followed the earliest match, llama.cpp drafts only where "
+        "three tokens match, specexp copies after the latest of the longest matches. llama.cpp "
+        "keeps keys in 16 bits, and "
         "without drafting it writes the same text.",
         104,
     )
