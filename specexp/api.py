@@ -1,7 +1,7 @@
 """`load` makes a pairing from names or objects, for notebooks, grid points and the command line.
 
 Wherever a name is taken, an object is taken too; names.py resolves names. Mistakes in a pairing are
-found before any weight is loaded (`_prepared`).
+found before any weight is loaded (`_parts`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from specexp.policy import Fixed, Policy
 from specexp.rules import Rule
 from specexp.sampling import Sampling
 from specexp.trace import Acceptance
+from specexp.zoo.naming import full_name
 
 if TYPE_CHECKING:
     from specexp.measure.comparison import Comparison
@@ -76,6 +77,7 @@ class Pairing:
         drafter: The drafter's short name, for tables.
         named: The drafter's full name.
         options: The arguments of `load`, except device and tokenizer.
+        gamma: The draft length: that of `options`, or the usual one.
         deepest: The longest draft that the drafter can make, in tokens.
     """
 
@@ -84,6 +86,7 @@ class Pairing:
     drafter: str
     named: str
     options: dict[str, Any]
+    gamma: int
     deepest: int
 
     @property
@@ -96,7 +99,8 @@ class Pairing:
         return generation.followed(names.generation_of(self.options["target"]))
 
     def __repr__(self) -> str:
-        options = self.options | {"target": self.target.name, "drafter": self.named}
+        own = {"target": self.target.name, "drafter": self.named, "gamma": self.gamma}
+        options = self.options | own
         shown = [n for n, value in options.items() if n == "target" or value != DEFAULTS[n]]
         return f"Pairing({', '.join(f'{n}={options[n]!r}' for n in shown)})"
 
@@ -127,7 +131,8 @@ class Pairing:
 
         Raises:
             UserError: A prompt is empty, or does not fit the context or the memory.
-            NonFiniteLogits: A model produced NaN or infinite logits.
+            NonFiniteLogits: A model produced NaN or infinite logits, or its generation config left
+                no token.
         """
         _check_types(self.generate, texts=texts, max_new_tokens=max_new_tokens)
         texts = [texts] if isinstance(texts, str) else texts
@@ -174,7 +179,7 @@ class Pairing:
         from_model = changes.get("sampling") == "model"
         options = self.options | (asdict(Sampling()) if from_model else {}) | changes
         options |= asdict(names.sampling_of(options)) | {"sampling": "given"}
-        pairing = _assemble(self.target, self.tokenizer, **options)
+        pairing = _assemble(self.target, self.tokenizer, options)
         return pairing if "drafter" in changes else replace(pairing, drafter=self.drafter)
 
     def apart(self) -> Pairing:
@@ -188,7 +193,7 @@ class Pairing:
                 about = f"{part} {type(own).__name__} cannot be copied"
                 with refusing(f"{about}; pass its class, or a function that makes it"):
                     options[part] = checked.copied(own, self.target, target)
-        return _assemble(target, self.tokenizer, **options)
+        return _assemble(target, self.tokenizer, options)
 
 
 def load(
@@ -219,13 +224,14 @@ def load(
 
     Args:
         target: A zoo name, a folder, a hub id, or a transformers causal LM in memory, which is
-            put into evaluation mode. A name followed by `+int8` has 8-bit weights.
+            put into evaluation mode and needs no gradients from then on. A name followed by `+int8`
+            has 8-bit weights.
         drafter: `METHOD` or `METHOD:ARGUMENT` (`specexp models` lists the methods); the name of a
             draft model; a draft model in memory, with the target's tokenizer; a `Drafter`, as an
             instance or a class; a function of a `drafters.Request` that returns one; or
             `module:Class`.
         gamma: The draft length: draft tokens of a chain, or the depth of a grown tree. None: 5, or
-            the longest draft that the drafter can make.
+            the longest draft that the drafter can make, also of another drafter (`with_`).
         tokenizer: Needed for a target in memory; by default the one in the target's folder.
         rule: `match`, `reject`, `block`, `typical`, `lenient:0.5`; a `Rule`, as an instance or a
             class; or `module:Class`. `auto`: reject if draft tokens are sampled from a
@@ -268,9 +274,7 @@ def load(
     _check_types(load, **{n: value for n, value in options.items() if value is not DEFAULTS[n]})
     options |= asdict(names.sampling_of(options)) | {"sampling": "given"}
     info = names.target_of(target, tokenizer)
-    if gamma is None:
-        options["gamma"] = usual_gamma(options, info)
-    _prepared(options, info)
+    parts = _parts(options, info)
     names.logit_processors(target, info.vocab)
     if isinstance(target, str):
         source, name, on = names.locate(target), Path(target).name, resolve_device(device)
@@ -279,7 +283,7 @@ def load(
         model = of_module(target, names.name_of(target), info.vocab)
     processors = names.logit_processors(target, info.vocab, model.device)
     model = model.apart(process=processors)
-    pair = _assemble(model, tokenizer, **options)
+    pair = _assemble(model, tokenizer, options, parts)
     if isinstance(target, str):
         # not sooner: a refusal is one line
         generation.warn_of_no_end(names.generation_of(target), info.config, source)
@@ -317,8 +321,18 @@ def _check_types(call: Callable[..., Any], **options: Any) -> None:
         check_type(name, value, declared[name].annotation)
 
 
-def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
-    request, prepared, rule = _prepared(o, TargetInfo(model.config, model.vocab, tokenizer))
+class Parts(NamedTuple):
+    """What a pairing is made of, before its target's weights are read. rule: None is `auto`."""
+
+    gamma: int
+    request: drafters.Request
+    prepared: drafters.Prepared
+    rule: Rule | None
+
+
+def _assemble(model: LM, tokenizer: Any, o: dict[str, Any], parts: Parts | None = None) -> Pairing:
+    parts = parts or _parts(o, TargetInfo(model.config, model.vocab, tokenizer))
+    gamma, request, prepared, rule = parts
     if rule is None:
         drawn = prepared.draws and not request.tree.width
         rule = rules.of("reject" if drawn and request.sampling.temperature > 0 else "match")
@@ -334,34 +348,38 @@ def _assemble(model: LM, tokenizer: Any, **o: Any) -> Pairing:
     engine = Engine(model, drafter, policy, request.sampling, rule, o["seed"], eos, prepared)
     checked.try_out(engine)
     named = isinstance(o["drafter"], str)
-    name = names.resolve_drafter(o["target"], o["drafter"]) if named else drafter.name
-    return Pairing(engine, tokenizer, brief(name), name, o, prepared.deepest)
+    name = full_name(o["drafter"], o["target"]) if named else drafter.name
+    return Pairing(engine, tokenizer, brief(name), name, o, gamma, prepared.deepest)
 
 
-def usual_gamma(options: dict[str, Any], info: TargetInfo | None = None) -> int:
-    """The default draft length: 5, or the longest that the drafter can make."""
+def usual_gamma(o: dict[str, Any], info: TargetInfo | None = None) -> int:
+    """The draft length of these options where none is given (`fitting.usual_gamma`)."""
+    return _usual(o, info or names.read_target(o["target"]))[0]
+
+
+def _usual(o: dict[str, Any], info: TargetInfo) -> tuple[int, drafters.Prepared | None]:
+    """The usual draft length, and the drafter prepared for it if that depends on no tree."""
     try:
-        info = info or names.read_target(options["target"])
-        request = names.request_of(options | {"gamma": 1, "tree": "chain"}, info)
-        return min(5, drafters.prepare(request).deepest)
+        request = names.request_of(o | {"gamma": 1}, info)
+        prepared = drafters.prepare(request)
     except (UserError, OSError):
-        return 5  # `_prepared` reports what is wrong
+        return 5, None  # `_parts` reports what is wrong
+    ready = prepared if isinstance(request.own, type) else None
+    return fitting.usual_gamma(prepared, o["tree"]), ready
 
 
-def _prepared(
-    o: dict[str, Any], info: TargetInfo
-) -> tuple[drafters.Request, drafters.Prepared, Rule | None]:
-    """The request, the drafter's options checked, and the rule unless it is `auto`. Raises
-    UserError for a pairing that cannot be built."""
+def _parts(o: dict[str, Any], info: TargetInfo) -> Parts:
+    """The options checked. Raises UserError for a pairing that cannot be built."""
     if o["policy"] is not None and o["tree"] != "chain":
         raise UserError(
             f"tree {o['tree']!r:.40} and a policy are given, and a policy chooses the shape of "
             "every draft: leave one of them out"
         )
-    request = names.request_of(o, info)
-    prepared = drafters.prepare(request)
+    gamma, prepared = (o["gamma"], None) if o["gamma"] is not None else _usual(o, info)
+    request = names.request_of(o | {"gamma": gamma}, info)
+    prepared = prepared or drafters.prepare(request)
     auto = isinstance(o["rule"], str) and o["rule"] == "auto"
     rule = None if auto else rules.of(o["rule"])
     temperature = request.sampling.temperature
     fitting.fit(request.method, prepared, request.tree, request.vocab, rule, temperature)
-    return request, prepared, rule
+    return Parts(gamma, request, prepared, rule)

@@ -137,10 +137,10 @@ def _faults_of_draft(V: int, draft: Any, seqs: Sequences, tree: Tree, rng: Rng) 
             f"for a tree of {N} nodes in {B} rows: propose one token, or -1 for none, for each "
             f"node but the root, [{B}, {N - 1}]"
         )
-    if tokens.dtype != torch.int64 or tokens.device != seqs.tokens.device:
+    if tokens.dtype != torch.int64 or tokens.device != seqs.device:
         yield (
             f"proposed tokens in {str(tokens.dtype)[6:]} on {tokens.device}: make them int64 on "
-            f"{seqs.tokens.device}"
+            f"{seqs.device}"
         )
     if fault := draft.outside(V):
         yield fault

@@ -196,7 +196,8 @@ class Engine:
 
         Raises:
             UserError: a prompt does not fit the context, or memory is short.
-            NonFiniteLogits: a model produced NaN or infinite logits.
+            NonFiniteLogits: a model produced NaN or infinite logits, or its generation config left
+                no token.
         """
         vocab = self.target.config.vocab_size  # prompts may hold tokens that it never emits
         for number, prompt in enumerate(prompts, 1):

@@ -36,7 +36,8 @@ class UserError(Exception):
 
 
 class NonFiniteLogits(Exception):
-    """A model produced NaN or infinite logits. No token drawn from them is ever emitted."""
+    """A model produced NaN or infinite logits, or its generation config left no token. No token
+    drawn from them is ever emitted."""
 
 
 def check_type(name: str, value: Any, kind: str) -> None:

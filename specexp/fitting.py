@@ -110,6 +110,13 @@ def fit(
         )
 
 
+def usual_gamma(limits: Limits, shape: str) -> int:
+    """The default draft length: 5, or the longest that the drafter can make and that a tree of this
+    shape can hold."""
+    tree = Tree.parse(shape, 1)
+    return min(5, limits.deepest, len(tree) - 1 if tree.width else 5)
+
+
 def reach(drafter: str, limits: Limits, tree: Tree) -> None:
     """Raise UserError for a draft that is deeper or wider than this drafter can make."""
     widest = max(tree.degrees)

@@ -71,7 +71,7 @@ def grow(seqs: Sequences, tree: Tree, step: Step, sampling: Sampling, rng: Rng) 
     that was fed; the entries of other nodes are meaningless."""
     if tree.width and tree.depth:
         return _by_confidence(seqs, tree, step)
-    device = seqs.tokens.device
+    device = seqs.device
     nodes = tree.nodes(device)
     if not tree.depth:
         return seqs.draft(nodes, memo=nodes.depth)
@@ -114,7 +114,7 @@ def _by_confidence(seqs: Sequences, tree: Tree, step: Step) -> Draft:
     """
     N, D, K = len(tree), tree.depth, tree.width
     width = K if D > 1 else N - 1  # children taken of each node that is fed
-    B, device = len(seqs.tokens), seqs.tokens.device
+    B, device = len(seqs.tokens), seqs.device
     M = 1 + (D - 1) * K  # nodes that are fed
     ancestors = (torch.arange(M, device=device) == 0).expand(B, 1, M)
     zero = torch.zeros(B, 1, dtype=torch.int64, device=device)

@@ -67,16 +67,6 @@ def parse_drafter(drafter: Any) -> tuple[str, str, Any]:
     return drafter.removesuffix(f":{argument}"), argument, own
 
 
-def resolve_drafter(target: Any, drafter: str) -> str:
-    """A drafter's full name: for a draft model the model's name, else the name as given."""
-    method, argument, own = parse_drafter(drafter)
-    if own is None and method == "lookup":
-        return f"lookup:{resolve_drafter(target, argument)}"
-    if method != "model" or own is not None:
-        return drafter
-    return argument or default_draft(target, "model")
-
-
 def default_draft(target: Any, method: str) -> str:
     """The zoo's model or heads for this target. Raises UserError if it has none."""
     if not isinstance(target, str):
@@ -247,13 +237,8 @@ def facts_of_pairing(*options: tuple[str, Any]) -> Answer:
 
     options: those of `load`. Raises UserError for a pairing that cannot be built."""
     o, used = dict(options), list[str]()
-    request = request_of(o, read_target(o["target"]))
-
-    def source(method: str, name: str) -> str:
-        used.append(request.source(method, name))
-        return used[-1]
-
-    prepared = drafters.prepare(replace(request, source=source))
+    request = _noting(request_of(o, read_target(o["target"])), used)
+    prepared = drafters.prepare(request)
     logit_processors(o["target"], request.vocab)
     configs = [config for config in (request.config, prepared.config) if config]
     dtype = load.DTYPES.get(request.dtype, torch.float32)
@@ -290,16 +275,21 @@ def facts_of_sources(target: str, drafter: str) -> Answer:
         "target": target, "drafter": drafter, "gamma": 1, "tree": "chain", "temperature": 0.0,
         "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given", "dtype": "float32", "seed": 0,
     }  # fmt: skip
-    request = request_of(options, read_target(target))
+    request = _noting(request_of(options, read_target(target)), used)
+    with suppress(UserError):  # gamma 1 may not suit
+        drafters.prepare(request)
+    read = read_from([target, drafter, request.argument], used)
+    return used, read and [*read, OWN_CODE]
+
+
+def _noting(request: drafters.Request, used: list[str]) -> drafters.Request:
+    """The request, whose sources are added to `used` when they are asked for."""
 
     def source(method: str, name: str) -> str:
         used.append(request.source(method, name))
         return used[-1]
 
-    with suppress(UserError):  # gamma 1 may not suit
-        drafters.prepare(replace(request, source=source))
-    read = read_from([target, drafter, request.argument], used)
-    return used, read and [*read, OWN_CODE]
+    return replace(request, source=source)
 
 
 def facts_of_rule(rule: str) -> Answer:

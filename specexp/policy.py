@@ -77,7 +77,7 @@ class Policy(Protocol):
 
         Args:
             load: The load that `choose` was given, with what the drafter read.
-            plan: The plan that it returned.
+            plan: What was done of the plan that it returned: its tree may be shallower.
             steps: What every live row drafted, accepted and emitted.
             seconds: How long the round took, without the reading before it; None if the time is not
                 typical, as in a warm-up (`Recorder.steady`).

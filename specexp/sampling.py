@@ -21,7 +21,6 @@ from specexp.ops import op
 
 TOKEN, ACCEPT, RESIDUAL = 1, 2, 3  # purposes of noise; ACCEPT uses one lane per sibling
 PART = 1024  # tokens that are raced together in `Rng.uncoupled`
-_GOLDEN = -0x61C8864680B583EB
 
 
 def _signed(x: int) -> int:
@@ -43,6 +42,7 @@ def ranked(w: Tensor, k: int) -> Tensor:
     return likeliest(w)[..., None] if k == 1 else w.topk(k).indices
 
 
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
 _M1, _M2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
 
 
@@ -98,7 +98,7 @@ class Noise:
 
     def salt(self, purpose: int) -> int:
         """The offset that separates the addresses of one purpose from those of another."""
-        return _signed((self.seed * 8 + purpose) * 0x9E3779B97F4A7C15 % (1 << 64))
+        return _signed((self.seed * 8 + purpose) * _GOLDEN % (1 << 64))
 
     def uniform(self, keys: Tensor, purpose: int, lanes: Tensor) -> Tensor:
         """float32 in (0, 1], fine-grained near 0, for keys [...] and lanes [L] or [..., L]."""

@@ -142,7 +142,7 @@ def profile(
     from specexp.measure.hardware.machine import doubts
 
     pairing = api.load(**options)
-    gamma = pairing.options["gamma"]
+    gamma = pairing.gamma
     gammas = sorted({g for g in (0, 1, 2, 3, 5, 8, 12, 16, 24, 32) if g < gamma} | {gamma})
     costs = break_even.profile(pairing, rows, gammas, slots, force=force)
     for line in doubts(pairing.target.device):

@@ -58,7 +58,7 @@ def check(
     if as_json:
         opt.say(opt.json_text({
             "engine": engine, "model": server.model, "drafter": pairing.drafter,
-            "gamma": pairing.options["gamma"], "findings": result.lines(),
+            "gamma": pairing.gamma, "findings": result.lines(),
             "positions": result.positions.to_dict("records"),
             "prompts": result.samples.to_dict("records"), **result.figures(),
         }))  # fmt: skip

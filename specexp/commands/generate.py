@@ -78,7 +78,7 @@ def generate(
     if not as_json and prompts is not None:
         opt.console.print(f"{texts}\n", style="dim")
     every: list[tuple[Prompt, Acceptance, dict[str, Any]]] = []
-    trees = rounds and not Tree.parse(tree, pairing.options["gamma"]).is_chain
+    trees = rounds and not Tree.parse(tree, pairing.gamma).is_chain
     for question in texts:
         text = question.text
         speed, output = _timed(pairing, text, max_new_tokens)

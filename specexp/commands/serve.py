@@ -60,7 +60,7 @@ def serve(
     from specexp.measure.hardware.machine import doubts
 
     pairing = api.load(**options)
-    usual = ["plain", f"always:{min(3, pairing.options['gamma'])}", "goodput"]
+    usual = ["plain", f"always:{min(3, pairing.gamma)}", "goodput"]
     names = list(dict.fromkeys(policy or usual))
     texts = questions.in_chat(questions.load(prompts), pairing, max_new_tokens, chat)
     offered = serving.traffic(pairing, texts, load, count, max_new_tokens, seed)

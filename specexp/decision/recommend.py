@@ -26,7 +26,7 @@ from specexp.errors import UserError, brief, counted, last_parts, meant
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import mlflow_view, report, results
 from specexp.tracking.mlflow_view import SPEEDUP
-from specexp.zoo import naming, shelf
+from specexp.zoo import naming
 
 SHARED = ("target", "prompts", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
           "sampling", "rule", "dtype")  # fmt: skip
@@ -306,13 +306,9 @@ def _gamma(run: report.Run) -> Any:
 
 
 def _named(drafter: str, target: str) -> str:
-    """`model` by the name of the target's default draft; `model:NAME` by NAME."""
+    """A drafter's full name; the name as given if it stands for nothing any more."""
     with suppress(UserError):
-        method, argument = naming.method_of(drafter) or ("", "")
-        if method == "lookup":
-            return f"lookup:{_named(argument, target)}"
-        if method == "model":
-            return argument or shelf.default_draft(target).name
+        return naming.full_name(drafter, target)
     return drafter
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.drafters.model import check_vocabulary
+from specexp.drafters.model import check_vocabulary, keep_path
 from specexp.errors import UserError, warn_once
 from specexp.growth import Level, grow
 from specexp.models.lm import LM, Forward
@@ -147,10 +147,7 @@ class Crossed(Drafter):
         return grow(seqs, tree, step, self.sampling, rng)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
-        if not draft.nodes.is_chain:
-            places = torch.take_along_dim(draft.memo, verdict.path, 1)
-            text = self.texts.window(seqs.first, len(seqs.tokens))
-            self.lm.keep(text, draft, replace(verdict, path=places))
+        keep_path(self.lm, self.texts.window(seqs.first, len(seqs.tokens)), draft, verdict)
 
 
 def prepare(request: Request) -> Prepared:

@@ -64,7 +64,7 @@ class EagleLayer(Drafter):
     def _feed(self, seqs: Sequences, back: int, count: int, last: int = 1) -> Forward:
         """Feed `count` pairs per row, starting `back` before the root's; logits after the last
         `last`."""
-        from_root = torch.arange(-1 - back, count - 1 - back, device=seqs.tokens.device)[None]
+        from_root = torch.arange(-1 - back, count - 1 - back, device=seqs.device)[None]
         slots = seqs.places(from_root)
         tokens, features = self._pairs(seqs, from_root, slots)
         return self.lm.feed(

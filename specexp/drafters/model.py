@@ -74,9 +74,15 @@ class DraftModel(Drafter):
             self.shaped_by = (self.again,)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
-        if not (self.gives_way or draft.nodes.is_chain):
-            places = torch.take_along_dim(draft.memo, verdict.path, 1)
-            self.lm.keep(seqs, draft, replace(verdict, path=places))
+        if not self.gives_way:
+            keep_path(self.lm, seqs, draft, verdict)
+
+
+def keep_path(lm: LM, seqs: Sequences, draft: Draft, verdict: Verdict) -> None:
+    """Move the accepted path of a tree that `grow` made to the front of its model's cache."""
+    if not draft.nodes.is_chain:
+        places = torch.take_along_dim(draft.memo, verdict.path, 1)
+        lm.keep(seqs, draft, replace(verdict, path=places))
 
 
 class ParallelModel(DraftModel):

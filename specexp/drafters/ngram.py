@@ -29,12 +29,12 @@ class NGram(Drafter):
     @op
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The k-th leaf of the tree continues the k-th best occurrence; -1 where there is none."""
-        nodes = tree.nodes(seqs.tokens.device)
+        nodes = tree.nodes(seqs.device)
         if len(tree) == 1:
             return seqs.draft(nodes)
-        leaves, branch = first_leaf(tree, seqs.tokens.device)
+        leaves, branch = first_leaf(tree, seqs.device)
         S = seqs.tokens.shape[1]
-        place = torch.arange(S, device=seqs.tokens.device)
+        place = torch.arange(S, device=seqs.device)
         matched = matched_until(seqs, self.n)
         score = torch.where(matched > 0, matched * S + place, -1)
         best = score.topk(min(leaves, S), dim=1)  # the longest match, then the latest
@@ -51,7 +51,7 @@ class NGram(Drafter):
 def matched_until(seqs: Sequences, longest: int) -> Tensor:
     """[B, S]: for each place before the root, how many of the tokens that end there equal the last
     tokens of the row, root included; at most `longest`."""
-    place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
+    place = torch.arange(seqs.tokens.shape[1], device=seqs.device)
     last = seqs.length[:, None] - 1
     same = place < last
     matched = torch.zeros_like(seqs.tokens)

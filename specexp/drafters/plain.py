@@ -12,7 +12,7 @@ class Plain(Drafter):
     context = 0
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        return seqs.draft(Tree.chain(0).nodes(seqs.tokens.device))
+        return seqs.draft(Tree.chain(0).nodes(seqs.device))
 
 
 def prepare(request: Request) -> Prepared:

@@ -53,7 +53,7 @@ class Planted(Drafter):
         self.real.prefill(seqs, hidden)
         written = {name: getattr(seqs, name).clone() for name in ("tokens", "length", "limit")}
         plain = replace(seqs, **written)
-        place = torch.arange(seqs.tokens.shape[1], device=seqs.tokens.device)
+        place = torch.arange(seqs.tokens.shape[1], device=seqs.device)
         prompt = torch.where(place < seqs.length[:, None], mix(mix(place) + seqs.tokens), 0)
         self.salt[seqs.rows] = prompt.sum(1, keepdim=True)
         plain.limit += self.depth  # draft tokens may lie beyond the limit
@@ -71,7 +71,7 @@ class Planted(Drafter):
         """The first child of a node is right with probability alpha, its siblings never."""
         ignored = self.real.propose(seqs, tree, rng)
         self.shaped_by = self.real.shaped_by
-        nodes = tree.nodes(seqs.tokens.device)
+        nodes = tree.nodes(seqs.device)
         if len(tree) == 1:
             return ignored
         depth, parent = nodes.depth[:, 1:], nodes.parents[0, 1:]

@@ -85,7 +85,7 @@ class Recycle(Drafter):
             if children:
                 candidates = self.table.read(seqs.rows, tokens[parent])
                 tokens += candidates[:, 0, :children].split(1, dim=1)
-        return Draft(columns(*tokens), tree.nodes(seqs.tokens.device), seqs)
+        return Draft(columns(*tokens), tree.nodes(seqs.device), seqs)
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         self.table.write(seqs.rows, draft.tokens, ranked(seen.logits, self.k))

@@ -29,11 +29,11 @@ class Suffix(Drafter):
     @op
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """The k-th child of a node is the token with the k-th most votes; ties go to the latest."""
-        nodes = tree.nodes(seqs.tokens.device)
+        nodes = tree.nodes(seqs.device)
         if len(tree) == 1:
             return seqs.draft(nodes)
         B, S = seqs.tokens.shape
-        place = torch.arange(S, device=seqs.tokens.device)
+        place = torch.arange(S, device=seqs.device)
         matched = matched_until(seqs, self.longest)
         most = matched.amax(1, keepdim=True)
         # of each node: the row with its path, the places that match it, its estimated probability

@@ -40,7 +40,7 @@ def of_pairing(pairing: Pairing) -> str:
     card = {
         "target": target.name,
         "drafter": pairing.drafter,
-        "draft": f"{options['tree']}, gamma {options['gamma']}",
+        "draft": f"{options['tree']}, gamma {pairing.gamma}",
         "policy": policy if isinstance(policy, str | None) else type(policy).__name__,
         "rule": engine.rule.name,
         "sampling": str(engine.sampling),

@@ -263,7 +263,9 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
         "specexp.names.facts_of_pairing", *asking
     )
     limits = fitting.Limits(**facts["limits"])
-    gamma = min(5, limits.deepest) if options["gamma"] is None else options["gamma"]
+    gamma = options["gamma"]
+    if gamma is None:
+        gamma = fitting.usual_gamma(limits, options["tree"])
     tree = Tree.parse(options["tree"], gamma)
     own = options["sampling"] == "given"
     temperature = options["temperature"] if own else facts["sampling"]["temperature"]

@@ -8,6 +8,7 @@ they do not. A faster network may replace the module.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -203,7 +204,10 @@ class LM:
     def apart(self, name: str = "", process: Callable[[Draft, Tensor], Tensor] | None = None) -> LM:
         """An LM with the same weights and a cache of its own, perhaps under another name or with
         another `process`."""
-        return LM(self.module, name or self.name, self.vocab, self.net, process or self.process)
+        other = copy.copy(self)
+        other.name, other.process = name or self.name, process or self.process
+        other.cache, other.fault, other.room = None, torch.zeros(0), 1
+        return other
 
     def after(self, text: Sequence[int], logits: Tensor) -> Tensor:
         """The module's logits [n, V] after the last n tokens of a text, after `process`."""
@@ -391,7 +395,7 @@ class LM:
                 rest = stop - max(start, end), E
                 none = torch.zeros(1, *rest, dtype=self.dtype, device=self.device)
                 hidden.append(torch.cat([*tapped, none], 1))
-        return torch.cat(hidden) if taps else None
+        return torch.cat(hidden) if taps and hidden[0].shape[1] else None
 
 
 @op

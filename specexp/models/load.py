@@ -91,6 +91,7 @@ def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | No
     config = read_config(source)
     _check_device(dtype, device)
     bare, suffix = fitting.split(str(source))
+    device = str(torch.empty(0, device=device).device)  # cuda is cuda:0
     key = (str(source), _version(bare), dtype, device)
     if (module := _IN_USE.get(key)) is None:
         module = _read_weights(config, bare, name, dtype, device)
@@ -108,7 +109,8 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
     """The LM of a causal LM in memory, run by the fastest network that agrees with the module.
 
     Args:
-        module: a transformers causal LM, which is put in evaluation mode, or what looks like one.
+        module: a transformers causal LM, or what looks like one; it is put in evaluation mode and
+            needs no gradients from then on.
         name: what messages and tables call it.
         vocab: the tokens it may emit; None: as many as it has logits.
 

@@ -1,8 +1,8 @@
 """Load-aware policies: how many tokens to draft in the next round, given the load.
 
 A policy sees the load when a round begins (`Load`), returns a plan, and learns from the outcome.
-It is named `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `greedy`, `goodput` or
-`bandit`.
+It is named `plain`, `never`, `always:3`, `threshold:3,8`, `table:1=5,8=2,16=0`, `greedy`, `goodput`
+or `bandit`.
 """
 
 import math
@@ -105,7 +105,7 @@ class Bandit:
         return max(self.gammas, key=bound)
 
     def learn(self, load: Load, plan: Plan, steps: Sequence[Step], seconds: float | None) -> None:
-        if steps and seconds is not None:
+        if steps and seconds is not None and plan.tree.depth == self.current[1]:
             self.sums[0] += sum(step.emitted for step in steps) / len(steps)
             self.sums[1] += seconds
         if self.left or not all(self.sums):

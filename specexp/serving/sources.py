@@ -14,8 +14,8 @@ from specexp.serving.server import Server
 @dataclass(frozen=True)
 class Source:
     """Requests and when they arrive: an open load, each at its own time (`at_s`); or a closed loop
-    of `concurrency` streams, the next as soon as one is done. `repeat`: start over after the
-    last one, for ever."""
+    of `concurrency` streams, the next as soon as one is done. `repeat`: a closed loop starts over
+    after the last one, for ever."""
 
     requests: Sequence[Request]
     concurrency: int | None = None
@@ -26,6 +26,8 @@ class Source:
             raise UserError(
                 f"concurrency is {self.concurrency}; a closed loop needs 1 stream or more"
             )
+        if self.repeat and self.concurrency is None:
+            raise UserError("repeat is for closed loops: give concurrency, or leave repeat out")
 
     def as_served(self, responses: Iterable[Response]) -> Source:
         """The same requests with outputs as long as these, which may have ended before their

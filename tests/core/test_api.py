@@ -172,6 +172,30 @@ def test_drafter_as_instance_class_function_or_text(load, drafter):
     assert pair.drafter == (drafter if isinstance(drafter, str) else "echo")
 
 
+@pytest.mark.parametrize("gamma", [None, 3])
+def test_class_of_a_drafter_is_called_once(load, gamma):
+    class Counted(Echo):
+        made = 0
+
+        def __init__(self):
+            super().__init__()
+            type(self).made += 1
+
+    load(Counted, gamma=gamma)
+    assert Counted.made == 1
+
+
+def test_draft_length_that_was_not_given_is_the_usual_one_of_each_drafter(load):
+    def short(request):
+        return Prepared(lambda target: Echo(), draws=False, deepest=2)
+
+    pair = load("ngram", gamma=None)
+    assert [pair.gamma, pair.with_(drafter=short).gamma] == [5, 2]
+    assert load(short, gamma=None).with_(drafter="ngram").gamma == 5
+    assert load("ngram", gamma=None, tree="grown:4").gamma == 4
+    assert load("ngram", gamma=4).with_(drafter=Echo()).gamma == 4
+
+
 def test_argument_of_a_class_reaches_it(load):
     assert load("support.own:Echo:3").engine.drafter.period == 3
     with pytest.raises(UserError, match=r"support.own:Echo: Echo\(3, 4\) cannot be called: too m"):
@@ -186,7 +210,7 @@ def test_prepared_of_a_function_is_built_on_the_loaded_target(load):
         return Prepared(lambda target: seen.append(target) or Echo(), draws=False, deepest=2)
 
     pair = load(prepare, gamma=None)
-    assert pair.deepest == pair.options["gamma"] == 2
+    assert pair.deepest == pair.gamma == 2
     assert seen == [pair.target]
 
 

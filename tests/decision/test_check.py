@@ -105,7 +105,7 @@ class Fake(BaseHTTPRequestHandler):
             parts.append({"output_ids": tokens, "meta_info": about})
         drafts = engine["pairing"].options["drafter"] != "plain"
         if drafts and (accepted := [step.accepted for step in steps]):
-            gamma = engine["pairing"].options["gamma"]
+            gamma = engine["pairing"].gamma
             about |= {
                 "spec_verify_ct": len(accepted), "spec_num_proposed_drafts": gamma * len(accepted),
                 "spec_num_correct_drafts": sum(accepted),

@@ -11,7 +11,7 @@ from conftest import in_turn
 from support.tiny import PROMPTS, V, drafter, engine, module
 
 import specexp
-from specexp import api, names
+from specexp import api
 from specexp.drafters import Drafter
 from specexp.drafters.lookup import Lookup
 from specexp.drafters.model import DraftModel, of_model
@@ -148,8 +148,8 @@ def test_the_drafter_behind_a_lookup_is_named_as_by_itself(name, full):
 
 
 def test_a_lookup_has_the_full_name_and_the_folder_of_the_drafter_behind_it():
-    assert names.resolve_drafter("target-10m", "lookup") == "lookup:sibling-3m"
-    assert names.resolve_drafter("target-10m", "lookup:eagle") == "lookup:eagle"
+    assert naming.full_name("lookup", "target-10m") == "lookup:sibling-3m"
+    assert naming.full_name("lookup:eagle", "target-10m") == "lookup:eagle"
     for name in ("sibling-1m", "eagle", "mtp", "early_exit:2"):
         behind = naming.source_of(name, "target-10m")
         assert naming.source_of(f"lookup:{name}", "target-10m") == behind

@@ -13,6 +13,7 @@ from support.tape import taped
 from support.tiny import NEW, PROMPTS, RULES, TREES, Alphabet, NoHostReads, V, engine, module
 from transformers.models.mamba import modeling_mamba
 
+from specexp import checked
 from specexp.drafters.crossed import Crossed, TokenMap
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
@@ -124,6 +125,22 @@ def test_draft_catches_up_with_rounds_that_drafted_nothing(family, kind):
     drafted = [(depth, step) for depth, step in made.policy.learned if step.drafted]
     assert drafted
     assert all(step.accepted == depth for depth, step in drafted)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("family", FEW)
+def test_drafter_that_reads_hidden_states_takes_prompts_of_one_token(family, kind):
+    assert right(engine(kind, "chain", "match", family), family, [[3], [1]])
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_copy_of_a_draft_feeds_as_many_tokens_again(family):
+    """Its states are kept for that many tokens, so its draft of itself is accepted whole."""
+    made = itself(family, "model")
+    copied = checked.copied(made.drafter, made.target, made.target)
+    assert copied.lm is not made.drafter.lm
+    steps = Engine.of(made, drafter=copied).generate(PROMPTS, NEW).trace.acceptance
+    assert steps.accepted == steps.drafted > 0
 
 
 def served_right(made: Engine, family: str) -> bool:

@@ -46,7 +46,7 @@ class Own(Policy):
 @pytest.mark.parametrize(
     ("late", "said"),
     [
-        (lambda: Plan(Tree.chain(-2)), "gamma is -2; use 1 or more"),
+        (lambda: Plan(Tree.chain(-2)), "gamma is -2; use 0 or more"),
         (lambda: Plan(Tree.chain(9)), "chose a tree with room 10, more than its `widest` of 4"),
         (lambda: Plan(Tree.chain(2), hold=0), "holds its plan for 0 rounds: use 1 or more"),
         (lambda: Plan(2), "planned a int: plan a specexp.Tree, such as Tree.chain(5)"),
@@ -248,6 +248,14 @@ def test_bandit_ignores_recorded_rounds():
         plan = policy.choose(load(1))
         policy.learn(load(1), plan, [Step(0, plan.tree.depth, 0, 1)], None)
     assert not policy.mean
+
+
+def test_bandit_does_not_blame_its_choice_for_rounds_that_could_not_draft():
+    policy = Bandit()
+    for _ in range(20 * policy.hold):
+        policy.choose(load(1))
+        policy.learn(load(1), Plan(Tree.chain(0)), [Step(0, 0, 0, 1)], 1e-3)
+    assert {gamma for _, gamma in policy.mean} <= {0}
 
 
 @pytest.mark.parametrize(("alpha", "best"), [(0.9, {3, 5}), (0.05, {0, 1})])

@@ -150,9 +150,17 @@ def test_training_brings_the_draft_nearer(tmp_path):
     assert after["overlap"] > before["overlap"]
 
 
-def test_too_few_answers_are_one_line(folder, tmp_path):
+@pytest.mark.parametrize("prompts", [[[1]], [[1], [2]]])
+def test_too_few_answers_are_one_line(folder, prompts, tmp_path):
     pairing = specexp.load(str(folder), "plain", temperature=0.8)
     with pytest.raises(UserError, match="too few to learn from: raise --minutes") as e:
-        drafts.train(pairing.engine, pairing.tokenizer, "mine", [[1], [2]], 2, 1e-4,
+        drafts.train(pairing.engine, pairing.tokenizer, "mine", prompts, 2, 1e-4,
                      tmp_path, tmp_path)  # fmt: skip
     assert "\n" not in str(e.value)
+
+
+def test_equal_prompts_are_answered_with_different_noise(folder, tmp_path):
+    pairing = specexp.load(str(folder), "plain", temperature=2.0)
+    prompts = [[1, 2, 3]] * (2 * drafts.BATCH)
+    texts = drafts.answered(pairing.engine, prompts, 1e9, tmp_path / "answers.pt")
+    assert len({text.tobytes() for text in texts}) == len(prompts)

@@ -1,5 +1,6 @@
 """Heads are trained on what drafting asks of them, and leave a folder that can be read."""
 
+import copy
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -21,6 +22,11 @@ from specexp.zoo.rows import Rows
 from specexp.zoo.train import fit
 
 KINDS = ["medusa", "eagle", "eagle3"]
+
+
+def scaled(out):
+    out.logits = out.logits * 3
+    return out
 
 
 def test_loss_is_least_at_the_heads_own_distribution():
@@ -45,7 +51,7 @@ def test_training_inputs_and_targets_match_drafting(kind):
     drawn = torch.randint(0, V, (1, 14), generator=torch.Generator().manual_seed(1))
     text, drafter = drawn[0].tolist(), SimpleNamespace(heads=net, net=net)
     ids = net.draft_ids if kind == "eagle3" else torch.arange(V)
-    for number, (logits, p) in enumerate(predictions_of(net, target, 3)(drawn)):
+    for number, (logits, p) in enumerate(predictions_of(net, target)(drawn)):
         for start in (2, 6, 10):
             here, whole = start - 2, start + number
             drafted = law_after(kind, drafter, text[:start], text[start:whole])[ids]
@@ -55,6 +61,21 @@ def test_training_inputs_and_targets_match_drafting(kind):
                 number,
             )
             assert torch.allclose(p[0, here].double(), right, atol=1e-6), (start, number)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "dflash"])
+def test_heads_learn_what_the_target_says_though_it_scales_its_logits(kind):
+    """Granite divides what its LM head returns, Cohere multiplies it, Gemma 2 caps it."""
+    target = copy.deepcopy(module())
+    own = target.forward
+    target.forward = lambda *args, **kwargs: scaled(own(*args, **kwargs))
+    drawn = torch.randint(0, V, (1, 14), generator=torch.Generator().manual_seed(1))
+    said = target(drawn, use_cache=False).logits[0].softmax(-1).float()
+    _, p, *_ = next(predictions_of(heads(kind), target)(drawn))
+    rows = p.reshape(-1, V)
+    off = (rows[:, None] - said[None]).abs().amax(-1).amin(1)  # of each from the nearest of them
+    assert off.max() < 1e-6
 
 
 @torch.no_grad()
@@ -74,7 +95,7 @@ def test_training_inputs_and_targets_of_blocks_match_drafting(K, own):
         if any(part in name for part in ("markov_w2", "conv", "selector")):
             torch.nn.init.normal_(weight)
     drawn = torch.randint(0, V, (2, T + 1), generator=torch.Generator().manual_seed(1))
-    predictions = [*predictions_of(own, target, 1)(drawn)]
+    predictions = [*predictions_of(own, target)(drawn)]
     assert len(predictions) == K - 1
     p = target(drawn[:, :-1], use_cache=False).logits.softmax(-1)[..., own.draft_ids]
     roots = roots_of(T, K, drawn.device).tolist()
@@ -101,7 +122,7 @@ def test_head_training_loss_falls(tmp_path, kind):
     target = tiny_llama(0).eval().requires_grad_(False)
     drawn = np.random.default_rng(0).integers(1, V, 5000)
     head = make(HEADS[kind].quick(), target, torch.from_numpy(np.bincount(drawn, minlength=V)))
-    loss = loss_of(predictions_of(head, target, 3), "cpu")
+    loss = loss_of(predictions_of(head, target), "cpu")
     course = Course((Phase(40, 4, 32),))
     losses = fit(kind, course, Rows({"noise": [drawn]}), tmp_path, head, loss, compiled=False)
     assert np.mean(losses[-5:]) < np.mean(losses[:5])

@@ -49,7 +49,7 @@ def peers(
     """One row per comparison: tokens/s of the peer (or why it is missing) and of specexp, their
     ratio, and how much of each output equals specexp's plain decoding (`equal`). The unit is a
     repeat of all prompts, or of the whole batch."""
-    new, gamma, device = max_new_tokens, pairing.options["gamma"], pairing.target.device
+    new, gamma, device = max_new_tokens, pairing.gamma, pairing.target.device
     batch = max([b for b in batches if b <= MAX_BATCH], default=min(batches))
     ids = pairing.encode([prompt.text for prompt in prompts])
     batch_ids = [ids[i % len(ids)] for i in range(batch)]
@@ -137,7 +137,7 @@ def others(
     module, new = pairing.target.module, max_new_tokens
     lookup = transformers(
         module, new,
-        prompt_lookup_num_tokens=pairing.options["gamma"], max_matching_ngram_size=SUFFIX,
+        prompt_lookup_num_tokens=pairing.gamma, max_matching_ngram_size=SUFFIX,
     )  # fmt: skip
     writers = {"plain": transformers(module, new), "lookup": lookup}
     missing = {}

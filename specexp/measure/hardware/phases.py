@@ -110,7 +110,7 @@ def phases(
     traces = {side: [trace for trace, _ in results[side, whole]] for side in engines}
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
-    gamma = pairing.options["gamma"]
+    gamma = pairing.gamma
     step, verify = (side["phases"]["verify"]["ms"] for side in sides.values())
     conditional = [*record.conditional, *[0.0] * gamma][:gamma]
     draft = sides["fast"]["draft_passes_ms"]

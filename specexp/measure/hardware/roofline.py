@@ -107,7 +107,7 @@ def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, 
     model, tokens, context (slots), bytes (that it must read), ms and bare_ms (median), gb_s, and
     the intervals of_copy (share of the copy's bandwidth), over_bare and over_step (ratios). Beside
     the rows: turns, gamma, and the copy's bytes, ms and gb_s."""
-    gamma, ids = pairing.options["gamma"], [t for row in pairing.encode(texts) for t in row]
+    gamma, ids = pairing.gamma, [t for row in pairing.encode(texts) for t in row]
     copy, copied = copying(pairing.target.device)
     arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
     kinds = [(at, lm, n) for at, lm in enumerate(causal(pairing)) for n in (1, gamma + 1)]
