@@ -35,7 +35,7 @@ from specexp.rows import Rows
 from specexp.rules import Match, Rule
 from specexp.sampling import Certain, Sampling
 from specexp.sequences import Draft, Sequences, Verdict, round_report, token_ids
-from specexp.trace import Round, Step, Trace, steps
+from specexp.trace import Round, Step, Trace, steps_of_report
 from specexp.tree import Tree
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class Engine:
 
     def steps(self, rows: list[list[int]]) -> list[Step]:
         """The live rows of a report."""
-        return steps(rows, [lm.why for lm in self.models])
+        return steps_of_report(rows, [lm.why for lm in self.models])
 
     @torch.inference_mode()
     def begin(self, batch: Sequences) -> Sequences:

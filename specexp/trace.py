@@ -29,11 +29,13 @@ class Step(NamedTuple):
     broken: str | None = None
 
 
-def steps(rows: Sequence[Sequence[int]], why: Sequence[Callable[[int], str]]) -> list[Step]:
+def steps_of_report(
+    report: Sequence[Sequence[int]], why: Sequence[Callable[[int], str]]
+) -> list[Step]:
     """The live rows of a round's report (`sequences.round_report`). `why`: for each model, a
     function that explains its fault in a row."""
     live_rows = []
-    for number, (accepted, emitted, live, *rest) in enumerate(rows):
+    for number, (accepted, emitted, live, *rest) in enumerate(report):
         if emitted:  # rows that are done emit nothing
             faults, tokens = rest[: len(why)], rest[len(why) :]
             broken = why[faults.index(1)](number) if 1 in faults else None

@@ -389,6 +389,12 @@ def test_closed_loop_needs_a_stream():
         Source(requests(2), 0)
 
 
+def test_open_load_does_not_repeat():
+    """Its requests would arrive again at once, for ever."""
+    with pytest.raises(UserError, match="repeat is for closed loops"):
+        Source([Request([1], 4)], repeat=True)
+
+
 @pytest.mark.parametrize("budget", [(2,), (2, -3, 2)])
 def test_budgets_that_do_not_fit_the_rows_are_refused_whenever_they_come(budget):
     policy = Restless(0)
