@@ -140,7 +140,7 @@ def test_notebooks_run_as_a_grid_and_are_compared(
 def test_a_tree_has_no_chain_of_its_size_where_the_drafter_drafts_less():
     """The default trees of 40_drafters, with heads that draft at most 7 tokens ahead."""
     cells = nbformat.read(NOTEBOOKS / "40_drafters.ipynb", 4).cells
-    [build] = [cell.source for cell in cells if "shapes = " in cell.source]
+    [build] = [cell.source for cell in cells if "\nshapes = " in cell.source]
     limits = Limits(deepest=7)
 
     def with_(tree: str, gamma: int = 3) -> SimpleNamespace:

@@ -15,8 +15,6 @@ from specexp.measure.hardware.regression import MARGIN, Change
 from specexp.measure.hardware.work import WORK
 from specexp.measure.statistics import NOT_CREDIBLE
 
-MAY_DIFFER = ("device", "threads", "torch")  # between two reports; their table says how
-
 
 def heading(about: dict[str, Any]) -> str:
     """The machine in one line; about: from `suites.about`."""
@@ -65,7 +63,7 @@ def _peers(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
 def changed(compared: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
     """One row per ratio of two reports; worse ones in red."""
     was, about = then.get("about", {}), now["about"]
-    differ = (n for n in MAY_DIFFER if was.get(n) != about.get(n))
+    differ = (n for n in ("device", "threads", "torch") if was.get(n) != about.get(n))
     other = (f"{n} {was.get(n)}, now {about.get(n)}" for n in differ)
     title = ": ".join(filter(None, ["against an earlier run", "; ".join(other)]))
     rows = terminal.table(title, "ratio", "then", "now", "")

@@ -53,10 +53,7 @@ def profile(
     `CONTEXTS` that the models reach, and one for `longest` tokens if that is more. Raises UserError
     if the drafter drafts nothing."""
     if not pairing.engine.drafter.context:
-        raise UserError(
-            f"drafter {pairing.drafter} drafts nothing, so there are no costs to measure: name "
-            "another one"
-        )
+        raise UserError(f"drafter {pairing.drafter} drafts nothing, so has no costs: name another")
     path, gammas = table_path(pairing), [g for g in gammas if g <= pairing.deepest]
     if contexts is None:
         most = min(pairing.target.context, pairing.engine.drafter.context)

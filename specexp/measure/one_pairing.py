@@ -30,7 +30,7 @@ from specexp.measure.interleave import clock
 from specexp.measure.prompts import Prompt
 from specexp.models.lm import Forward
 from specexp.models.memory import rounded
-from specexp.policy import Fixed, Policy, single_stream_tree
+from specexp.policy import Fixed, single_stream_tree
 from specexp.rules import drawn_from
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.serving.cost_table import CALM
@@ -434,16 +434,12 @@ def _counts(trace: Trace, row: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _deepest(policy: Policy) -> int:
-    """The depth of a policy's one tree, or a bound on that of all trees that it may choose."""
-    return policy.tree.depth if isinstance(policy, Fixed) else policy.widest - 1
-
-
 def _labels(pairing: Pairing, prompt: Prompt) -> dict[str, Any]:
-    """Columns: what was run."""
+    """Columns: what was run. gamma: the depth of a policy's one tree, or a bound on that of all."""
+    policy = pairing.engine.policy
     return {
         "pairing": pairing.drafter, "rule": pairing.engine.rule.name,
-        "gamma": _deepest(pairing.engine.policy),
+        "gamma": policy.tree.depth if isinstance(policy, Fixed) else policy.widest - 1,
         "temperature": pairing.options["temperature"],
         "category": prompt.category, "question_id": prompt.question_id, "turn": prompt.turn,
     }  # fmt: skip

@@ -429,9 +429,8 @@ def throughput_metrics(
 def at_batch(measured: pd.DataFrame, by: str) -> dict[str, dict[int, float]]:
     """The series of the speedup over the load, with the ends of its interval, from rows of
     `speedups` or `under_load.rates`. by: the column of the load."""
-    columns = {"speedup": "", "low": "_low", "high": "_high"}
-    curves = measured.set_index(by)
-    return {f"speedup/at_batch{end}": curves[column].to_dict() for column, end in columns.items()}
+    curves = measured.set_index(by).rename(columns={"speedup": "", "low": "_low", "high": "_high"})
+    return {f"speedup/at_batch{end}": curves[end].to_dict() for end in ("", "_low", "_high")}
 
 
 def _headline(row: pd.Series, measured: pd.DataFrame) -> dict[str, float]:
