@@ -10,15 +10,16 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from specexp.errors import UserError, first_line
@@ -117,6 +118,18 @@ def check_takes(about: str, method: Any, arguments: str) -> None:
         raise UserError(f"{about} must take ({arguments})") from None
     except ValueError:
         pass  # a builtin that does not tell its signature
+
+
+def lazily(package: str, path: Iterable[str]) -> tuple[list[str], Callable[[str], ModuleType]]:
+    """`__all__` and `__getattr__` of a package whose files are each loaded when first named."""
+    names = [module.name for module in pkgutil.iter_modules(path)]
+
+    def load(name: str) -> ModuleType:
+        if name in names:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return names, load
 
 
 def module_of(text: str) -> str:

@@ -12,6 +12,7 @@ from specexp.trace import Step
 from specexp.tree import Tree
 
 HELD = 64  # `Plan.hold` of a policy whose choice is constant
+PRICED = ("greedy", "goodput")  # names of policies that read a cost table
 
 
 class Plan(NamedTuple):
@@ -117,6 +118,11 @@ def planned(policy: Policy, load: Load, fit: Callable[[Tree], None] = lambda tre
             f"{len(load.streams)} here"
         )
     return plan
+
+
+def single_stream_tree(policy: Policy) -> Tree:
+    """The draft shape that a policy chooses for a single stream."""
+    return policy.choose(Load(1, 0)).tree
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -12,9 +13,12 @@ from conftest import one_in
 from PIL import Image
 from rich.console import Console
 
+from specexp.fitting import Limits, reach
 from specexp.grids import points, runner
 from specexp.measure import parameters
+from specexp.policy import Fixed
 from specexp.tracking import compare, runs
+from specexp.tree import Tree
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 SMALL = {
@@ -131,6 +135,22 @@ def test_notebooks_run_as_a_grid_and_are_compared(
     assert "no result has a speedup" not in texts(compared)
     for asked in ({"grid": "10_acceptance"}, {"grid": "20_latency", "newest": 0}):
         assert "no result has a speedup" in texts(execute("90_compare", tmp_path, parameters=asked))
+
+
+def test_a_tree_has_no_chain_of_its_size_where_the_drafter_drafts_less():
+    """The default trees of 40_drafters, with heads that draft at most 7 tokens ahead."""
+    cells = nbformat.read(NOTEBOOKS / "40_drafters.ipynb", 4).cells
+    [build] = [cell.source for cell in cells if "\nshapes = " in cell.source]
+    limits = Limits(deepest=7)
+
+    def with_(tree: str, gamma: int = 3) -> SimpleNamespace:
+        shape = Tree.parse(tree, gamma)
+        reach("dflash", limits, shape)
+        return SimpleNamespace(engine=SimpleNamespace(policy=Fixed(shape)))
+
+    names = {"pairing": SimpleNamespace(deepest=7, with_=with_), "trees": ["4x2", "2x1x1"]}
+    exec(build[build.index("shapes = ") : build.index("texts = ")], names)
+    assert list(names["shapes"]) == ["4x2", "2x1x1", "chain of 6"]
 
 
 def test_compare_without_runs_says_what_to_run(store, tmp_path, fork_server):

@@ -101,7 +101,7 @@ def bench(
     if earlier:
         changes = regression.changes(earlier, report)
         if not as_json:
-            opt.say(regression.table(changes, earlier, report))
+            opt.say(hardware.changed(changes, earlier, report))
         raise typer.Exit(int(any(change.worse for change in changes)))
 
 

@@ -19,9 +19,10 @@ from specexp.decision.server import Reply, Server
 from specexp.errors import UserError, counted
 from specexp.measure import exactness, statistics, summaries
 from specexp.measure.exactness import Exactness
-from specexp.measure.one_pairing import single_stream_tree
+from specexp.measure.one_pairing import insist_on_drafts
 from specexp.measure.prompts import Prompt
 from specexp.measure.statistics import Interval
+from specexp.policy import single_stream_tree
 
 COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 Round = tuple[int, int, int]  # its tokens drafted, accepted and emitted
@@ -187,7 +188,7 @@ def check(
         row |= {name: now[name] - before[name] for name in COUNTS}
         before = now
         rows.append(row)
-    gamma = single_stream_tree(pairing.engine).depth
+    gamma = single_stream_tree(pairing.engine.policy).depth
     full = gamma if server.dialect.counts_every_round else None
     counts = [_counts(each, full) for each in rounds]
     reference = pd.DataFrame(counts, columns=COUNTS).add_prefix("here_")
@@ -224,8 +225,7 @@ def _rounds(pairing: Pairing, texts: Sequence[list[int]], max_new_tokens: int) -
     which a server drafts first: its pass over the prompt has emitted a token and drafted nothing.
     """
     engine = pairing.engine
-    if not (engine.drafter.context and single_stream_tree(engine).depth):
-        raise UserError("gamma is 0 or the drafter plain, so nothing is drafted; use others")
+    insist_on_drafts(engine)
     rounds = []
     for ids in tqdm(texts, desc="reference", unit="prompt"):
         [[first]] = engine.generate([ids], 1).tokens

@@ -236,7 +236,7 @@ def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:
 
 
 def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
-    results: list[Measured] = []
+    usable: list[Measured] = []
     left_out: list[tuple[str, str]] = []
     for run, params in known:
         if SPEEDUP.metric not in run.metrics:
@@ -245,10 +245,10 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
         if why := _unusable(run) or "it has no interval" * (not measured):
             left_out.append((f"{run.experiment}: {run.label}", why))
         else:
-            results += measured
-    names = _shortest({m.drafter for m in results}, partial(_place, target=situation.target))
+            usable += measured
+    names = _shortest({m.drafter for m in usable}, partial(_place, target=situation.target))
     best: dict[tuple[str, int | str, int], Measured] = {}
-    for m in (replace(m, drafter=names[m.drafter]) for m in results):
+    for m in (replace(m, drafter=names[m.drafter]) for m in usable):
         key = m.drafter, m.draft, m.batch
         if key not in best or m.width < best[key].width:  # the most precise counts
             best[key] = m

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from specexp.figures import style
 from specexp.measure.break_even import break_even_alpha, break_even_batches
-from specexp.measure.summaries import doubt_of_speedups, pooled
+from specexp.measure.summaries import doubt_of_speedups, drafted_share, pooled
 from specexp.serving.cost_table import Costs, Fit
 
 
@@ -96,17 +96,16 @@ def _gflops(costs: Costs, tokens: Any, seconds: Any) -> Any:
     return 2e-9 * costs.about["parameters"] * tokens / seconds
 
 
-def speedup_map(
-    costs: Costs, samples: pd.DataFrame, compared: pd.DataFrame | None = None
-) -> Figure:
+def speedup_map(costs: Costs, samples: pd.DataFrame, compared: pd.DataFrame) -> Figure:
     """Predicted speedup at each batch and draft length of the table, at the acceptance of
     `samples`, one panel a context; the whiskers are where it is 1, over prompts. In brackets:
     measured speedups from `break_even.compare`, in the panel of the nearest context."""
     contexts, acceptance = costs.contexts, pooled(samples).conditional
-    maps = [_grid(costs, lambda b, g, c=c: costs.speedup(b, g, acceptance, c)) for c in contexts]
+    own = costs.at_drafted_share(drafted_share(samples))
+    maps = [_grid(costs, lambda b, g, c=c: own.speedup(b, g, acceptance, c)) for c in contexts]
     most = max(1.05, *(max(m.max(), 1 / m.min()) for m in maps))
     measured: dict[tuple[int, int, int], str] = {}
-    for row in [] if compared is None else compared.to_dict("records"):
+    for row in compared.to_dict("records"):
         near = min(contexts, key=lambda context: abs(context - row["context"]))
         measured[near, row["batch"], row["gamma"]] = f"\n[{row['speedup']:.2f}x]"
     with _maps(costs) as (figure, every):
@@ -114,27 +113,27 @@ def speedup_map(
             notes = [[measured.get((context, b, g), "") for b in costs.batches]
                      for g in costs.gammas[1:]]  # fmt: skip
             _paint(axes, values, "{:.2f}x", notes, cmap="vlag_r", norm=LogNorm(1 / most, most))
-            line = _line(costs, samples, context)
+            line = break_even_batches(costs, samples, context)
             at, low, high = (_column(costs, line[c]) for c in ("batch", "low", "high"))
-            rows = [costs.gammas.index(g) - 1.4 for g in line["gamma"]]
-            axes.errorbar(at, rows, xerr=np.clip([at - low, high - at], 0, None), fmt="k|",
-                          markersize=12, markeredgewidth=2, capsize=4, clip_on=False,
+            ends = np.clip([at - low, high - at], 0, None)
+            axes.errorbar(at, line.index - 0.4, xerr=ends, fmt="k|", markersize=12,
+                          markeredgewidth=2, capsize=4, clip_on=False,
                           label="break-even batch, with its interval; [measured]")  # fmt: skip
-        style.title(figure, paying(costs, samples, contexts[0]) + (
-            "" if compared is None else doubt_of_speedups(compared)))  # fmt: skip
+        style.title(figure, paying(costs, samples, contexts[0]) + doubt_of_speedups(compared))
     return figure
 
 
 def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
     """The best predicted speedup, and the largest batch at which drafting still pays, as text."""
     acceptance, name = pooled(samples).conditional, f"{costs.about['drafter']}{doubt(costs)}"
+    own = costs.at_drafted_share(drafted_share(samples))
     points = [(b, g) for b in costs.batches for g in costs.gammas]
-    batch, gamma = max(points, key=lambda at: costs.speedup(at[0], at[1], acceptance, context))
-    line = _line(costs, samples, context)
+    batch, gamma = max(points, key=lambda at: own.speedup(at[0], at[1], acceptance, context))
+    line = break_even_batches(costs, samples, context)
     widest = line.loc[line["batch"].idxmax()]
     if not gamma or widest["batch"] == 0:
         return f"{name}: predicted to pay at no batch, {context} slots"
-    best = costs.speedup(batch, gamma, acceptance, context)
+    best = own.speedup(batch, gamma, acceptance, context)
     last = f"batch {widest['batch']:.0f} [{widest['low']:.0f}, {widest['high']:.0f}]"
     if widest["low"] >= costs.batches[-1]:
         last = f"batch {costs.batches[-1]} or more"
@@ -142,12 +141,6 @@ def paying(costs: Costs, samples: pd.DataFrame, context: float) -> str:
         f"{name}, {context} slots: {best:.2f}x predicted at batch {batch} with "
         f"γ = {gamma}; pays up to {last} with γ = {widest['gamma']:.0f}"
     )
-
-
-def _line(costs: Costs, samples: pd.DataFrame, context: float) -> pd.DataFrame:
-    """`break_even_batches` of the draft lengths that a map shows."""
-    every = break_even_batches(costs, samples, context)
-    return every[every["gamma"].isin(costs.gammas)]
 
 
 def alpha_map(costs: Costs) -> Figure:
@@ -166,10 +159,9 @@ def alpha_map(costs: Costs) -> Figure:
         cheap, dear = min(alphas), alphas[-1]
         first, last = costs.batches[alphas.index(cheap)], costs.batches[-1]
         until = f", and at batch {last} {f'from {dear:.2f}' if dear < 1 else 'never'}"
-        style.title(figure,
-              f"{costs.about['drafter']}{doubt(costs)}: one draft token pays from acceptance "
-              f"probability {cheap:.2f} at batch {first}" + until * (last != first)
-        )  # fmt: skip
+        pays = f"from acceptance probability {cheap:.2f} at batch {first}" + until * (last != first)
+        style.title(figure, f"{costs.about['drafter']}{doubt(costs)}: one draft token pays "
+                    + (pays if cheap < 1 else "at no batch"))  # fmt: skip
     return figure
 
 

@@ -9,12 +9,11 @@ from specexp.figures.break_even import doubt
 from specexp.figures.style import INK, batch_axis, canvas, panels, title
 from specexp.figures.under_load import lines
 from specexp.measure.under_load.fleet import HOURS, Setting, saved
-from specexp.serving.policies import is_fixed
 
 
-def paces(setting: Setting, table: pd.DataFrame) -> Figure:
+def paces(setting: Setting, table: pd.DataFrame, policy: str) -> Figure:
     """Left: tokens/s of one replica over its number of streams. Right: time per token of a stream,
-    with the limit. From `fleet.pace_table`."""
+    with the limit. From `fleet.pace_table`; the title is about `policy`."""
     names = list(setting.paces)
     looks, most = lines(names), int(table["streams"].max())
     with panels(2, 5.25, 4.6) as (figure, (left, right)):
@@ -30,14 +29,12 @@ def paces(setting: Setting, table: pd.DataFrame) -> Figure:
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         right.set(ylabel="ms per token of a stream",
                   ylim=(0, min(table["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
-        finding = f"SIMULATED replica{doubt(setting.costs)}: {_paying(table)}"
+        finding = f"SIMULATED replica{doubt(setting.costs)}: {_paying(table, policy)}"
         title(figure, finding, no_intervals="computed")
     return figure
 
 
-def _paying(table: pd.DataFrame) -> str:
-    names = list(dict.fromkeys(table["policy"]))
-    name = next((n for n in names if not is_fixed(n)), names[-1])
+def _paying(table: pd.DataFrame, name: str) -> str:
     mine, plain = (table[table["policy"] == n].set_index("streams") for n in (name, "plain"))
     gain = mine["tok_s"] / plain["tok_s"]
     pays = gain.index[gain > 1 + 1e-9]
@@ -49,8 +46,9 @@ def _paying(table: pd.DataFrame) -> str:
     return f"{name} over plain decoding: {alone} at one stream{best}, {faster}"
 
 
-def over_the_day(hours: pd.DataFrame) -> Figure:
-    """Replicas needed in each hour, one line per policy; from `fleet.hourly`."""
+def over_the_day(hours: pd.DataFrame, policy: str) -> Figure:
+    """Replicas needed in each hour, one line per policy; from `fleet.hourly`. The title is about
+    `policy`."""
     names = list(dict.fromkeys(hours["policy"]))
     looks = lines(names)
     with canvas(10, 4.8) as (figure, axes):
@@ -76,13 +74,11 @@ def over_the_day(hours: pd.DataFrame) -> Figure:
         rate.plot(first["hour"] + 0.5, first["rate"], color=INK, lw=1, ls=":")
         rate.set(ylabel="requests/s (dotted)", ylim=(0, None))
         rate.grid(False)
-        title(figure, f"SIMULATED day: {_saving(hours)}")
+        title(figure, f"SIMULATED day: {_saving(hours, policy)}")
     return figure
 
 
-def _saving(hours: pd.DataFrame) -> str:
-    names = [n for n in dict.fromkeys(hours["policy"]) if n != "plain"]
-    name = next((n for n in names if not is_fixed(n)), names[-1] if names else "plain")
+def _saving(hours: pd.DataFrame, name: str) -> str:
     share = saved(hours, name)
     if share != share:
         return f"{name} misses the limits with any number of replicas"

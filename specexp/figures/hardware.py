@@ -1,14 +1,17 @@
 """Results of `specexp bench` as tables. Nothing here measures."""
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from specexp import terminal
 from specexp.errors import counted
 from specexp.figures.style import share, times
 from specexp.measure.hardware.phases import PHASES
+from specexp.measure.hardware.regression import MARGIN, Change
 from specexp.measure.hardware.work import WORK
 from specexp.measure.statistics import NOT_CREDIBLE
 
@@ -55,6 +58,22 @@ def _peers(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         "equal to specexp's plain decoding",
         _intervals(suite["prompts"]),
     ]
+
+
+def changed(compared: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
+    """One row per ratio of two reports; worse ones in red."""
+    was, about = then.get("about", {}), now["about"]
+    differ = (n for n in ("device", "threads", "torch") if was.get(n) != about.get(n))
+    other = (f"{n} {was.get(n)}, now {about.get(n)}" for n in differ)
+    title = ": ".join(filter(None, ["against an earlier run", "; ".join(other)]))
+    rows = terminal.table(title, "ratio", "then", "now", "")
+    rows.caption_justify = "left"
+    rows.caption = f"worse, better: the intervals are apart by more than {MARGIN:.0%}"
+    for change in compared:
+        verdict = Text("better", "green") if change.better else Text()
+        verdict = Text("worse", "red") if change.worse else verdict
+        rows.add_row(Text(change.what), str(change.then), str(change.now), verdict)
+    return rows
 
 
 def _intervals(prompts: int) -> str:

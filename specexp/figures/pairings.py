@@ -265,7 +265,7 @@ def _winner(table: pd.DataFrame, lead: pd.DataFrame | None) -> str:
 
 def round_costs(costs: pd.DataFrame) -> Figure:
     """Where a round's time goes, in plain steps, for each draft length or arm; from
-    `one_pairing.pass_costs` or `one_pairing.costs`."""
+    `one_pairing.pass_costs` or `one_pairing.arm_costs`."""
     by = "arm" if "arm" in costs else "gamma"
     step = costs["step_s"].iloc[0] if by == "arm" else summaries.step_s(costs)
     parts = costs[list(PHASES)].rename(columns=PHASES) / step

@@ -108,7 +108,7 @@ def named_by(params: Mapping[str, Any]) -> frozenset[str]:
     for kind in objects.GROUPS:
         there = objects.registered(kind)
         modules |= {there[name].module for name in first & there.keys()}
-    drafters = [text for n in ("drafter", "drafters", "rivals") for text in texts_in(params.get(n))]
+    drafters = [text for n in ("drafter", "rivals") for text in texts_in(params.get(n))]
     if not drafters or any(not _drafters([text]) for text in drafters):
         modules.add(f"{_DRAFTERS}model")
     return frozenset(modules)

@@ -13,8 +13,8 @@ from specexp.grids.imports import texts_in
 from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS
 
-DRAFTERS = ("drafter", "drafters", "rivals")
-MODELS = ("target", "targets", *DRAFTERS)
+DRAFTERS = ("drafter", "rivals")
+MODELS = ("target", *DRAFTERS)
 DATA = ("prompts", "arrivals")
 _QUANTISED = re.compile(r"(.+?)((?:\+int8)?)")
 

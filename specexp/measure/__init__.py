@@ -6,14 +6,6 @@
 Each file is loaded when it is first named.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
-from types import ModuleType
+from specexp.objects import lazily
 
-__all__ = [module.name for module in iter_modules(__path__)]
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name in __all__:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__, __getattr__ = lazily(__name__, __path__)

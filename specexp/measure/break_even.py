@@ -53,10 +53,7 @@ def profile(
     `CONTEXTS` that the models reach, and one for `longest` tokens if that is more. Raises UserError
     if the drafter drafts nothing."""
     if not pairing.engine.drafter.context:
-        raise UserError(
-            f"drafter {pairing.drafter} drafts nothing, so there are no costs to measure: name "
-            "another one, or leave out policy goodput"
-        )
+        raise UserError(f"drafter {pairing.drafter} drafts nothing, so has no costs: name another")
     path, gammas = table_path(pairing), [g for g in gammas if g <= pairing.deepest]
     if contexts is None:
         most = min(pairing.target.context, pairing.engine.drafter.context)
@@ -106,12 +103,13 @@ def table_path(pairing: Pairing) -> Path:
 # --- break-even ----------------------------------------------------------------------------------
 
 
-def tokens_of_round(samples: pd.DataFrame, gamma: int) -> Interval:
+def round_tokens(samples: pd.DataFrame, gamma: int) -> Interval:
     """Mean tokens of a round of gamma draft tokens, with its interval over prompts. samples: rows
     of `one_pairing.acceptance` with at least gamma draft tokens a round."""
     kept = [sum(n * min(k, gamma) for k, n in enumerate(r.histogram)) for r in samples["record"]]
     accepted, passes = summaries.units(samples.assign(kept=kept), "kept", "passes")
-    return statistics.ratio(accepted, passes, accepted + passes).plus(1)
+    value = statistics.ratio(accepted, passes, accepted + passes)
+    return value._replace(high=min(value.high, gamma)).plus(1)
 
 
 def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) -> float:
@@ -130,13 +128,13 @@ def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) ->
 
 
 def break_even_batches(costs: Costs, samples: pd.DataFrame, context: float) -> pd.DataFrame:
-    """The break-even batch at the acceptance of `samples` (see `tokens_of_round`).
+    """The break-even batch at the acceptance of `samples` (see `round_tokens`).
 
-    One row a draft length, with columns gamma, tokens (of a round), batch and the ends low and high
-    of its interval over prompts."""
-    rows = []
-    for gamma in range(1, costs.gammas[-1] + 1):
-        tokens = tokens_of_round(samples, gamma)
+    One row a draft length of the table, with columns gamma, tokens (of a round), batch and the ends
+    low and high of its interval over prompts."""
+    costs, rows = costs.at_drafted_share(summaries.drafted_share(samples)), []
+    for gamma in costs.gammas[1:]:
+        tokens = round_tokens(samples, gamma)
         ends = (break_even_batch(costs, gamma, t, context) for t in tokens[:3])
         rows.append((gamma, tokens.value, *ends))
     return pd.DataFrame(rows, columns=["gamma", "tokens", "batch", "low", "high"])
@@ -154,7 +152,7 @@ def break_even_alpha(costs: Costs, batch: float, gamma: int, context: float) -> 
 
 def sweep(
     pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int], gammas: Sequence[int],
-    max_new_tokens: int, repeats: int = 2,
+    max_new_tokens: int, repeats: int,
 ) -> pd.DataFrame:  # fmt: skip
     """`one_pairing.throughput` at every draft length, with the same columns; as in the cost table,
     `context` includes the slots of the longest draft."""
@@ -170,8 +168,8 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
     One row a draft length and batch, with columns gamma, batch, context (slots); the measured
     speedup, its interval low, high and its doubt; predicted, from the acceptance of `accepted`; and
     predicted_own, from that of the very same runs, whose error comes from the cost table alone."""
-    usual = summaries.pooled(accepted).conditional
-    rows = []
+    costs = costs.at_drafted_share(summaries.drafted_share(accepted))
+    usual, rows = summaries.pooled(accepted).conditional, []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
         context = part["context"].mean()
         (measured,) = statistics.simultaneous([summaries.speedup(part)])
@@ -194,7 +192,7 @@ def predicted_error(compared: pd.DataFrame, column: str = "predicted") -> float:
 
 def tax(
     pairing: Pairing, prompts: Sequence[Prompt], batches: Sequence[int], max_new_tokens: int,
-    repeats: int = 5,
+    repeats: int,
 ) -> pd.DataFrame:  # fmt: skip
     """The overhead of having a drafter and a rule without drafting, against plain decoding, by
     turns. One row a batch, with columns batch, tax and its interval low, high: the additional time

@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn import Module
 from tqdm.auto import tqdm
 
 from specexp import theory
-from specexp.drafters import named
+from specexp.drafters import Drafter, named
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure.interleave import clock
@@ -62,6 +63,16 @@ def about(engine: Engine) -> dict[str, Any]:
         "rounds": "replayed" if engine.recorder.warm else "run",
         **fingerprint(target.device, target.dtype),
     }  # fmt: skip
+
+
+def added_bytes(engine: Engine) -> int:
+    """Bytes of the drafter's weights that are not shared with the target."""
+    held = (part for part in vars(engine.drafter).values() if isinstance(part, Drafter))
+    parts = [x for d in (engine.drafter, *held) for x in vars(d).values() if isinstance(x, Module)]
+    parts += [lm.module for lm in engine.drafter.models]
+    own = by_address(p for part in parts for p in part.parameters())
+    shared = by_address(engine.target.module.parameters())
+    return sum(weight.nbytes for address, weight in own.items() if address not in shared)
 
 
 def measure(

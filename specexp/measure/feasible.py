@@ -19,6 +19,7 @@ from specexp.errors import UserError, first_line, refusing
 from specexp.measure import from_files, prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
+from specexp.policy import PRICED
 from specexp.tree import MOST, Tree
 from specexp.zoo import naming
 from specexp.zoo.known import OWN_CODE, Answer, Known
@@ -32,7 +33,6 @@ DEFAULTS: dict[str, Any] = {
     for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
 }  # fmt: skip
 LEAST = 1 << 30  # bytes that every GPU has
-PRICED = ("greedy", "goodput")  # policies that read a cost table, which is measured later
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _check_texts(
             findings.check(known, fitting.rule, rule, blame=("rule", "rules"))
     lists = [name for name in params if name in PARAMETERS and PARAMETERS[name].each]
     compared = any(value != "plain" for value in values(params, *lists))
-    for name in ("drafter", "drafters", "rivals"):
+    for name in ("drafter", "rivals"):
         if compared and "plain" in values(params, name):
             findings.add(
                 "drafter plain drafts nothing: it is the baseline that all others are compared "
@@ -134,7 +134,7 @@ def _check_texts(
 def _check_policies(params: Params, deepest: int, known: Known, findings: _Findings) -> None:
     for policy in values(params, "policy", "policies"):
         fluid = "requests_per_day" in params
-        if fluid or policy not in PRICED:
+        if fluid or policy not in PRICED:  # whose cost table is measured later
             question = facts_of_policy, policy, deepest, fluid
             findings.check(known.cached, *question, blame=("policy", "policies", "drafter"))
 
@@ -377,16 +377,16 @@ def each_pairing(params: Params, wrong: Set[str] = frozenset()) -> Iterator[dict
     """Every combination of pairing options that these parameters name, singly or in lists. `rivals`
     are compared at `temperature` only, not at each of `temperatures`, and not on `trees`. A drafter
     that is `wrong` and left out is not taken for the default one."""
-    if "drafter" in params or "drafters" in params or not wrong & {"drafter", "drafters"}:
+    if "drafter" in params or "drafter" not in wrong:
         yield from _combined(params)
-    beside = {n: v for n, v in params.items() if n not in ("drafters", "temperatures", "trees")}
+    beside = {n: v for n, v in params.items() if n not in ("temperatures", "trees")}
     for rival in values(params, "rivals"):
         yield from _combined(beside | {"drafter": rival})
 
 
 def _combined(params: Params) -> Iterator[dict[str, Any]]:
     fixed = DEFAULTS | {name: value for name, value in params.items() if name in DEFAULTS}
-    named = {option: values(params, option, f"{option}s") for option in PAIRING}
+    named = {o: values(params, o, *({f"{o}s"} & PARAMETERS.keys())) for o in PAIRING}
     lists = {option: several for option, several in named.items() if several}
     for combination in itertools.product(*lists.values()):
         yield fixed | dict(zip(lists, combination, strict=True))
@@ -397,9 +397,9 @@ def sources(params: Params, known: Known) -> set[str]:
 
     Raises UserError for a target that does not exist."""
     folders: set[str] = set()
-    for target in values(params, "target", "targets"):
+    for target in values(params, "target"):
         folders.add(known(naming.locate, target))
-        for drafter in values(params, "drafter", "drafters", "rivals") or [DEFAULTS["drafter"]]:
+        for drafter in values(params, "drafter", "rivals") or [DEFAULTS["drafter"]]:
             if known(naming.method_of, drafter) is None:
                 folders |= {*known.cached("specexp.names.facts_of_sources", target, drafter)}
             with suppress(UserError):

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from scipy.stats import bootstrap, norm, t
 from tqdm.auto import tqdm
 
-from specexp.measure import statistics
-from specexp.measure.statistics import Interval
+from specexp.measure.statistics import MIN_REPEATS, TAIL, Interval, too_few
 
 Arm = TypeVar("Arm")
 Item = TypeVar("Item")
@@ -69,7 +69,7 @@ def time_in_turns(
                         turns[arm].append(Turn(duration, result))
                     bar.update()
                 if number > 0 and len(arms) <= MAX_SHOWN:
-                    medians = (f"{_name(a)} {1e3 * median_s(t):,.2f}" for a, t in turns.items())
+                    medians = (f"{_name(a)} {1e3 * median_s(x):,.2f}" for a, x in turns.items())
                     bar.set_postfix_str(f"ms: {', '.join(medians)}", refresh=False)
     except KeyboardInterrupt as e:
         raise KeyboardInterrupt({_name(arm): seconds(each) for arm, each in turns.items()}) from e
@@ -78,7 +78,7 @@ def time_in_turns(
 
 def _name(arm: Any) -> str:
     parts = arm if isinstance(arm, tuple) else (arm,)
-    return " ".join(str(getattr(part, "__name__", part)) for part in parts)
+    return " ".join(map(str, parts))
 
 
 def seconds(turns: Sequence[Turn]) -> list[float]:
@@ -92,9 +92,20 @@ def median_s(turns: Sequence[Turn]) -> float:
 def ratio(above: Sequence[Turn], below: Sequence[Turn], factor: float = 1.0) -> Interval:
     """`factor` times the median seconds of one arm over another's, turns paired. Medians, because
     in a sum of millisecond passes one disturbed turn would outweigh all others; the interval is of
-    its logarithm, for a ratio is never negative."""
-    log = statistics.interval(
-        lambda a, b: np.log(np.median(a, -1) / np.median(b, -1)), seconds(above), seconds(below)
-    )
-    value, low, high = (factor * math.exp(end) for end in log[:3])
-    return Interval(value, low, high, log.doubt)
+    its logarithm, for a ratio is never negative.
+
+    A percentile bootstrap over six turns covers the true value 84 % of the time, so both ends are
+    moved outwards by the ratio of Student's t quantile to the normal one."""
+    data, n = (seconds(above), seconds(below)), len(above)
+    low = high = value = float(_log_ratio(*data))
+    if n > 1:
+        options = {"paired": True, "method": "percentile", "n_resamples": 2000, "rng": 0}
+        drawn = bootstrap(data, _log_ratio, **options)
+        wider = t.ppf(1 - TAIL, n - 1) / norm.ppf(1 - TAIL) * math.sqrt(n / (n - 1))
+        low, high = (value + wider * (float(end) - value) for end in drawn.confidence_interval)
+    value, low, high = (factor * math.exp(x) for x in (value, low, high))
+    return Interval(value, low, high, too_few(n, MIN_REPEATS, "repeats"))
+
+
+def _log_ratio(above: Any, below: Any, axis: int = -1) -> Any:
+    return np.log(np.median(above, axis) / np.median(below, axis))

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import pandas as pd
 import torch
-from scipy.stats import chisquare
+from scipy.stats import binomtest, chisquare
 from torch import Tensor
 
 from specexp import theory
@@ -21,8 +21,9 @@ from specexp.api import Pairing
 from specexp.errors import UserError
 from specexp.measure import interleave
 from specexp.measure.hardware.roofline import CONTEXT, PASSES, a_pass
-from specexp.measure.one_pairing import in_stages, single_stream_tree
+from specexp.measure.one_pairing import in_stages
 from specexp.measure.prompts import SHIPPED, Prompt
+from specexp.policy import single_stream_tree
 from specexp.rules import drawn_from
 from specexp.sequences import Sequences
 from specexp.serving.cost_table import Costs
@@ -30,6 +31,7 @@ from specexp.tree import Tree
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of a pass
 ROWS = 64  # copies of a position that are sampled in one pass
+SHOWN = 8  # tokens of a distribution
 EXPECTED = 5  # tokens that a bin of the chi-square test should hold
 SIGNIFICANCE = 1e-4  # a p-value below this is no coincidence
 
@@ -65,11 +67,14 @@ class Snapshot:
 
 @torch.inference_mode()
 def rounds(pairing: Pairing, prompt: str, count: int) -> list[Snapshot]:
-    """The first rounds of this prompt, `count` or until it ends: those of `pairing.generate`."""
+    """The first rounds of this prompt, `count` or until it ends: those of `pairing.generate`.
+    Raises UserError if it is too long for the drafter."""
     engine, [text] = pairing.engine, pairing.encode([prompt])
-    stages = in_stages(engine, text, count * len(single_stream_tree(engine)), engine.eos)
+    stages = in_stages(engine, text, count * len(single_stream_tree(engine.policy)), engine.eos)
     snapshots: list[Snapshot] = []
     for draft, seen, verdict, step in islice(stages, count):
+        if draft.tokens.shape[1] == 1:  # the text is longer than the drafter reads
+            break
         drafted = [token for token in draft.tokens[0, 1:].tolist() if token >= 0]
         gamma, law = len(drafted), engine.law(seen)
         at = draft.tokens[:, 1 : gamma + 1, None]
@@ -78,6 +83,8 @@ def rounds(pairing: Pairing, prompt: str, count: int) -> list[Snapshot]:
         new = verdict.new[0, : step.emitted].tolist()
         snapshots.append(Snapshot(text, drafted, p, q, step.accepted, new))
         text = [*text, *new]
+    if not snapshots:
+        raise UserError(f"the first prompt is longer than {pairing.drafter} reads: use another")
     return snapshots
 
 
@@ -123,13 +130,13 @@ def pick_position(snapshots: Sequence[Snapshot]) -> Position:
     return min(positions, key=lambda position: abs(theory.alpha_of(position.p, position.q) - 0.5))
 
 
-def overlap(pairing: Pairing, position: Position, most: int = 8) -> pd.DataFrame:
+def overlap(pairing: Pairing, position: Position) -> pd.DataFrame:
     """p and q of the likeliest tokens and, in the last row (id -1), of all others together.
 
     One row a token, with columns p, q, shared min(p, q), residual (p - q)+, excess (q - p)+, id and
     token (its text)."""
     p, q = position.p, position.q
-    top = np.argsort(-(p + q), kind="stable")[:most]
+    top = np.argsort(-(p + q), kind="stable")[:SHOWN]
     top = top[np.argsort(-p[top], kind="stable")]
     every = pd.DataFrame(
         {"p": p, "q": q, "shared": np.minimum(p, q), "residual": np.maximum(p - q, 0),
@@ -163,14 +170,14 @@ def first_tokens(pairing: Pairing, context: Sequence[int], count: int) -> pd.Dat
 
 def fit(tokens: Sequence[int], p: np.ndarray) -> float:
     """The p-value of a chi-square test that tokens are drawn from p [V]. Tokens too rare to test
-    one by one are counted together."""
+    one by one are counted together; if one alone is frequent, the test is a binomial one."""
     expected = len(tokens) * p / p.sum()
     order = np.argsort(-expected, kind="stable")
     counts, expected = np.bincount(tokens, minlength=len(p))[order], expected[order]
     bins = int((expected >= EXPECTED).sum())
     bins -= expected[bins:].sum() < EXPECTED  # too few are left for a bin of their own
     if bins < 1:
-        return 1.0
+        return float(binomtest(counts[0], len(tokens), min(1.0, p[order[0]] / p.sum())).pvalue)
     ours, theirs = ([*x[:bins], x[bins:].sum()] for x in (counts, expected))
     return float(chisquare(ours, theirs).pvalue)
 

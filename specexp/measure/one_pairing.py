@@ -24,14 +24,13 @@ from specexp.drafters import named
 from specexp.engine import Engine
 from specexp.errors import UserError, brief
 from specexp.measure import interleave, statistics
-from specexp.measure.costs import LEAD
+from specexp.measure.costs import LEAD, added_bytes
 from specexp.measure.exactness import ALIKE, remembers
 from specexp.measure.interleave import clock
 from specexp.measure.prompts import Prompt
-from specexp.models.int8 import by_address
 from specexp.models.lm import Forward
 from specexp.models.memory import rounded
-from specexp.policy import Fixed, Load, Policy
+from specexp.policy import Fixed, single_stream_tree
 from specexp.rules import drawn_from
 from specexp.sequences import Draft, Sequences, Verdict
 from specexp.serving.cost_table import CALM
@@ -65,9 +64,8 @@ def acceptance(
     deepest draft), temperature, category, question_id, turn; drafted, accepted, emitted, cut
     (tokens), passes (of the target); record (`Acceptance`), and the rounds behind them (see
     `summaries.rounds`). Raises UserError if a pairing drafts nothing."""
-    engines = [pairing.engine for pairing in pairings]
-    if not all(e.drafter.context and single_stream_tree(e).depth for e in engines):
-        raise UserError("gamma is 0 or the drafter plain, so nothing is drafted; use others")
+    for pairing in pairings:
+        insist_on_drafts(pairing.engine)
     rows: list[dict[str, Any]] = []
     runs = [p.with_(temperature=t) for t in temperatures or () for p in pairings] or pairings
     with tqdm(total=len(runs) * len(prompts), desc="acceptance", unit="prompt") as bar:
@@ -80,6 +78,12 @@ def acceptance(
     return pd.DataFrame(rows)
 
 
+def insist_on_drafts(engine: Engine) -> None:
+    """Raises UserError if an engine drafts nothing."""
+    if not (engine.drafter.context and single_stream_tree(engine.policy).depth):
+        raise UserError("gamma is 0 or the drafter plain, so nothing is drafted; use others")
+
+
 @torch.inference_mode()
 def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd.Series:
     """The bias of the rule: total variation (0 to 1) between the distribution of a round's first
@@ -89,10 +93,11 @@ def bias(pairing: Pairing, prompts: Sequence[Prompt], max_new_tokens: int) -> pd
     for prompt in tqdm(prompts, desc="bias", unit="prompt"):
         [ids], distances = pairing.encode([prompt.text]), list[float]()
         for draft, seen, *_ in in_stages(engine, ids, max_new_tokens):
-            p, x = engine.sampling.law(seen.logits)[:, :1], draft.tokens[:, 1:2, None].clamp(min=0)
-            q = drawn_from(None if draft.q is None else draft.q[:, :1], p, x)
-            drafted = bool((draft.tokens[:, 1] >= 0).all())
-            emitted = engine.rule.emitted(p, q) if drafted else p
+            p, x = engine.sampling.law(seen.logits)[:, :1], draft.tokens[:, 1:2, None]
+            emitted = p
+            if x.numel() and x.item() >= 0:
+                q = drawn_from(None if draft.q is None else draft.q[:, :1], p, x)
+                emitted = engine.rule.emitted(p, q)
             distances.append(float((emitted - p).abs().sum()) / 2)
         means.append(np.mean(distances))
     return pd.Series(means, index=[p.question_id for p in prompts], name="total_variation")
@@ -103,15 +108,21 @@ def in_stages(
 ) -> Iterator[tuple[Draft, Forward, Verdict, Step]]:
     """The rounds of one row, as the engine runs them: for each its draft, the target pass over it,
     the rule's verdict, and its step as in a trace."""
-    tree, device = single_stream_tree(engine), engine.target.device
+    tree, device, length = single_stream_tree(engine.policy), engine.target.device, len(ids)
     batch = Sequences.of([ids], max_new_tokens, slack=engine.policy.widest, eos=eos, device=device)
     seqs = engine.begin(batch)
     while bool(seqs.live.all()):
-        draft = engine.draft(seqs, tree)
+        draft = engine.draft(seqs, within_context(engine, tree, length))
         seen = engine.verify(seqs, draft)
         verdict = engine.accept(draft, seen)
         [step] = engine.steps(engine.commit(seqs, draft, verdict, seen).tolist())
         yield draft, seen, verdict, step
+        length += step.emitted
+
+
+def within_context(engine: Engine, tree: Tree, length: int) -> Tree:
+    """A tree cut, as the engine cuts it, to what its drafter reads after a text of this length."""
+    return tree.cut(max(0, engine.drafter.context - length))
 
 
 def _chunks(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
@@ -128,7 +139,7 @@ def edges(
     siblings), accepted (rounds) and rate (of the rounds that accepted its parent)."""
     rows: list[dict[str, Any]] = []
     for name, pairing in arms.items():
-        tree = single_stream_tree(pairing.engine)
+        tree = single_stream_tree(pairing.engine.policy)
         if tree.width:
             continue
         accepted = np.zeros(len(tree), int)
@@ -282,7 +293,9 @@ def row_round_s(trace: Trace) -> float:
     return (full[-1].end_s - trace.prefill_s) / (len(full) * trace.batch)
 
 
-def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40) -> pd.DataFrame:
+def arm_costs(
+    arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40
+) -> pd.DataFrame:
     """What a round of each arm costs, in time (see `_round_seconds`) and in memory.
 
     One row per arm, with columns arm; draft_s, verify_s, rest_s (seconds of a round) and step_s (of
@@ -290,7 +303,7 @@ def costs(arms: dict[Any, Pairing], prompts: Sequence[Prompt], repeats: int = 40
     token, that the drafter needs besides the target's)."""
     first = next(iter(arms.values()))
     engines = {None: first.engine.plain(), **{arm: pairing.engine for arm, pairing in arms.items()}}
-    kinds = {arm: (engine, single_stream_tree(engine)) for arm, engine in engines.items()}
+    kinds = {arm: (engine, single_stream_tree(engine.policy)) for arm, engine in engines.items()}
     seconds = _round_seconds(kinds, first.encode([p.text for p in prompts]), repeats)
     step = sum(seconds.pop(None))
     return pd.DataFrame(
@@ -373,10 +386,11 @@ def _time_rounds(
     drafted, seconds to draft, seconds to verify) of rounds timed stage by stage.
 
     The first rounds are not counted, since the processor's caches still hold the data of another
-    kind of round. At the end of the output the rows are reset to its beginning."""
-    new = max(1, min(size, engine.target.context) - len(text))
-    seqs = Sequences.of([text], new, slack=tree.room, device=engine.target.device)
-    seqs = engine.begin(seqs)
+    kind of round. At the end of the output or the drafter's context rows are reset to the text."""
+    tree = within_context(engine, tree, len(text))
+    reach = min(size, engine.target.context, engine.drafter.context if tree.depth else size)
+    new = max(1, reach - len(text))
+    seqs = engine.begin(Sequences.of([text], new, slack=tree.room, device=engine.target.device))
     length, limit = seqs.length.clone(), seqs.limit.clone()
     lead = max(LEAD if tree.depth else CALM, 1 + engine.recorder.warm)
     whole: list[tuple[float, ...]] = []
@@ -404,20 +418,6 @@ def _time_rounds(
     return whole[lead:], apart
 
 
-def single_stream_tree(engine: Engine) -> Tree:
-    """The draft shape that the engine's policy chooses for a single stream."""
-    return engine.policy.choose(Load(1, 0)).tree
-
-
-def added_bytes(engine: Engine) -> int:
-    """Bytes of the drafter's weights that are not shared with the target."""
-    parts = [lm.module for lm in engine.drafter.models]
-    parts += [part for part in vars(engine.drafter).values() if isinstance(part, torch.nn.Module)]
-    own = by_address(p for part in parts for p in part.parameters())
-    shared = by_address(engine.target.module.parameters())
-    return sum(weight.nbytes for address, weight in own.items() if address not in shared)
-
-
 def _counts(trace: Trace, row: int = 0) -> dict[str, Any]:
     """Columns: counts of one row, their `Acceptance`, and the rounds behind them."""
     record = Acceptance.of(trace.steps(row))
@@ -434,16 +434,12 @@ def _counts(trace: Trace, row: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _deepest(policy: Policy) -> int:
-    """The depth of a policy's one tree, or a bound on that of all trees that it may choose."""
-    return policy.tree.depth if isinstance(policy, Fixed) else policy.widest - 1
-
-
 def _labels(pairing: Pairing, prompt: Prompt) -> dict[str, Any]:
-    """Columns: what was run."""
+    """Columns: what was run. gamma: the depth of a policy's one tree, or a bound on that of all."""
+    policy = pairing.engine.policy
     return {
         "pairing": pairing.drafter, "rule": pairing.engine.rule.name,
-        "gamma": _deepest(pairing.engine.policy),
+        "gamma": policy.tree.depth if isinstance(policy, Fixed) else policy.widest - 1,
         "temperature": pairing.options["temperature"],
         "category": prompt.category, "question_id": prompt.question_id, "turn": prompt.turn,
     }  # fmt: skip

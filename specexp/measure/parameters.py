@@ -104,8 +104,6 @@ PARAMETERS: dict[str, Parameter] = {
     "target": Parameter("str", "target model: zoo name, folder or hub id", default="target-10m"),
     "drafter": Parameter("str", "a draft model, METHOD or METHOD:ARGUMENT (see: specexp models)",
                          default="model"),
-    "targets": Parameter("list", "target models", each="target"),
-    "drafters": Parameter("list", "drafters", each="drafter"),
     "rivals": Parameter("list", "other drafters", each="drafter"),
     "gamma": Parameter("int", "draft length", _drafting),
     "gammas": Parameter("list", "draft lengths", each="gamma", empty=False),
@@ -127,7 +125,6 @@ PARAMETERS: dict[str, Parameter] = {
     "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
     "device": Parameter("str", "auto, cpu, cuda or cuda:N", _device, "auto"),
     "seed": Parameter("int", "seed of sampled output", _least(0), 0),
-    "seeds": Parameter("list", "seeds of sampled output", each="seed"),
     # what it is measured on
     "prompts": Parameter("str",
         "a shipped category, all, or a path to your own (txt, csv, parquet, jsonl)", default="all"),

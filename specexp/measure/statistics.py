@@ -14,7 +14,7 @@ How far the unseen prompt may lie: a kind of text that makes up a fifth of all i
 accepted may be anything. That fades out until there are twice as many; rarer kinds are then not
 guarded against.
 
-Timings of the same work again and again meet only noise: `same_work` and `interval` are for them.
+Timings of the same work again and again meet only noise: `same_work` is for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import binomtest, bootstrap, norm, t
+from scipy.stats import binomtest
 
 MIN_REPEATS = 5  # repeats of the same work that an interval should rest on
 MIN_PROMPTS = 17  # prompts that a verdict should rest on
@@ -56,6 +56,10 @@ class Interval(NamedTuple):
 
     def plus(self, more: float) -> Interval:
         return Interval(self.value + more, self.low + more, self.high + more, self.doubt)
+
+    def rest(self) -> Interval:
+        """1 minus the value, such as what a share leaves."""
+        return Interval(1 - self.value, 1 - self.high, 1 - self.low, self.doubt)
 
 
 class Draws(NamedTuple):
@@ -216,13 +220,16 @@ def _bootstrap(
 ) -> Draws:  # fmt: skip
     """Draws of a statistic of the weighted sums of columns [c, n] and an unseen unit: that of
     unseen [2, c] for the lower, and that for the upper end."""
-    n = data.shape[1]
+    n, value = data.shape[1], float(statistic(*data.sum(1)))
     low, high = (statistic(*np.c_[data, row] @ _weights(n + 1)) for row in unseen)
-    doubt = _too_few(n, *((MIN_REPEATS, "repeats") if same_work else (MIN_PROMPTS, units)))
-    return Draws(float(statistic(*data.sum(1))), low, high, doubt)
+    if same_work and n == 1:  # nothing tells its noise
+        low = high = np.full(RESAMPLES, value)
+    doubt = too_few(n, *((MIN_REPEATS, "repeats") if same_work else (MIN_PROMPTS, units)))
+    return Draws(value, low, high, doubt)
 
 
-def _too_few(units: int, enough: int, name: str) -> str:
+def too_few(units: int, enough: int, name: str) -> str:
+    """The doubt of an interval over fewer than enough units, such as prompts; else ""."""
     return f"too few {name}: at least {enough - units} more" if units < enough else ""
 
 
@@ -230,27 +237,6 @@ def _too_few(units: int, enough: int, name: str) -> str:
 def _weights(units: int) -> np.ndarray:
     """Dirichlet weights [units, R], the same for all statistics of so many units."""
     return np.random.default_rng(0).dirichlet(np.ones(units), RESAMPLES).T
-
-
-def interval(statistic: Callable[..., Any], *columns: ArrayLike) -> Interval:
-    """A statistic of paired columns [n], repeats of the same work, with its bootstrap interval.
-
-    `statistic` takes columns [..., n] and reduces the last axis. A percentile bootstrap over six
-    repeats covers the true value 84 % of the time, so both ends are moved outwards by the ratio of
-    Student's t quantile to the normal one. Raises ValueError unless the columns are
-    one-dimensional, equally long and not empty."""
-    data = _columns(*columns)
-    value, n = float(statistic(*data)), data.shape[1]
-    doubt = _too_few(n, MIN_REPEATS, "repeats")
-    if n < 2:
-        return Interval(value, value, value, doubt)
-    resampled = bootstrap(
-        data, lambda *x, axis: statistic(*x),
-        paired=True, vectorized=True, method="percentile", n_resamples=2000, rng=0,
-    )  # fmt: skip
-    wider = t.ppf(1 - TAIL, n - 1) / norm.ppf(1 - TAIL) * np.sqrt(n / (n - 1))
-    low, high = (value + wider * (float(end) - value) for end in resampled.confidence_interval)
-    return Interval(value, low, high, doubt)
 
 
 def verdict(speedup: Interval) -> str:

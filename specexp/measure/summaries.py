@@ -108,10 +108,10 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
     names = ["round", "end_s", "row", "drafted", "accepted", "emitted"]
     mixed = [c for c in LABELS if c in samples and samples[c].dtype == object]
     samples = samples.astype(dict.fromkeys(mixed, "str")).reset_index(drop=True)
-    about = [c for c in samples if (samples[c].dtype != object or c in LABELS) and c not in names]
     each = samples["rounds"].explode()
     table = pd.DataFrame(each.tolist(), columns=names, index=each.index)
-    return table.join(samples[about]).reset_index(drop=True)
+    about = samples.drop(columns=["record", "rounds", *names], errors="ignore")
+    return table.join(about).reset_index(drop=True)
 
 
 # --- speedup -------------------------------------------------------------------------------------
@@ -264,8 +264,9 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
 def foreseen(samples: pd.DataFrame, by: str, costs: pd.DataFrame) -> pd.DataFrame:
     """The speedup predicted from the acceptance length of each arm and the costs of its rounds.
 
-    costs: from `one_pairing.costs`, with values of the column `by` of the samples as arms. One row
-    an arm of both, with columns `by`, speedup and verify (a pass and the rule, in plain steps)."""
+    costs: from `one_pairing.arm_costs`, with values of the column `by` of the samples as arms. One
+    row an arm of both, with columns `by`, speedup and verify (a pass and the rule, in plain steps).
+    """
     rows = []
     for row in costs.to_dict("records"):
         part = samples[samples[by] == row["arm"]]
@@ -386,7 +387,7 @@ def arm_metrics(
     samples: pd.DataFrame, costs: pd.DataFrame
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Metrics and series of one arm, from its rows of `one_pairing.latency_by_arm` and the table of
-    `one_pairing.costs`."""
+    `one_pairing.arm_costs`."""
     metrics, series = acceptance_metrics(samples)
     row = costs.set_index("arm").loc[samples["arm"].iloc[0]]
     expected = foreseen(samples, "arm", costs)
@@ -419,13 +420,17 @@ def throughput_metrics(
     if len(losing):
         metrics["throughput/crossing_batch"] = losing.iloc[0]
     curves = by_batch.set_index("batch")
-    return metrics, series | {
-        "speedup/at_batch": curves["speedup"].to_dict(),
-        "speedup/at_batch_low": curves["low"].to_dict(),
-        "speedup/at_batch_high": curves["high"].to_dict(),
+    return metrics, series | at_batch(by_batch, "batch") | {
         "throughput/at_batch": curves["tok_s"].to_dict(),
         "throughput/plain_at_batch": curves["plain_tok_s"].to_dict(),
     }
+
+
+def at_batch(measured: pd.DataFrame, by: str) -> dict[str, dict[int, float]]:
+    """The series of the speedup over the load, with the ends of its interval, from rows of
+    `speedups` or `under_load.rates`. by: the column of the load."""
+    curves = measured.set_index(by).rename(columns={"speedup": "", "low": "_low", "high": "_high"})
+    return {f"speedup/at_batch{end}": curves[end].to_dict() for end in ("", "_low", "_high")}
 
 
 def _headline(row: pd.Series, measured: pd.DataFrame) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from specexp import objects
 from specexp.errors import UserError, meant
-from specexp.policy import Fixed, Load, Plan, Policy
+from specexp.policy import PRICED, Fixed, Load, Plan, Policy
 from specexp.serving.cost_table import Costs
 from specexp.serving.goodput import GAMMAS, Goodput
 from specexp.serving.greedy import Greedy
@@ -125,7 +125,6 @@ NAMES = (
     "bandit"
 )
 FIXED = ("plain", "never", "always")  # kinds that draft as much at any load
-PRICED = ("greedy", "goodput")  # those that read a cost table
 
 
 def is_fixed(name: str) -> bool:

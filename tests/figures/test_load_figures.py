@@ -87,7 +87,8 @@ def test_the_largest_regret_has_the_interval_that_is_logged_and_below_zero_is_a_
 def test_title_of_a_replica_says_its_best_once(second, words):
     paces = [("plain", 1, 1.0), ("plain", 2, 1.0), ("goodput", 1, 1.5), ("goodput", 2, second)]
     table = pd.DataFrame(paces, columns=["policy", "streams", "tok_s"])
-    assert words in figures.fleet_day._paying(table)
+    assert words in figures.fleet_day._paying(table, "goodput")
+    assert "plain decoding: 1.00x" not in figures.fleet_day._paying(table, "goodput")
 
 
 def test_timelines_title_names_first_and_last(tmp_path):

@@ -848,7 +848,7 @@ def test_relative_paths_of_a_grid_are_looked_up_beside_it(load, folder, monkeypa
         ("target", "/model", "/model"),
         ("target", "target-10m", "target-10m"),
         (
-            "drafters",
+            "rivals",
             ["ngram", "eagle:model", "ngram:4", "lookup:eagle:model", "lookup:model+int8"],
             [
                 "ngram",
@@ -966,14 +966,6 @@ def test_points_that_differ_in_their_seeds_are_judged_once_and_each_seed_alone(l
     assert len(judged) == 2
     [line] = refusal(load, HEAD + "grid:\n  x: [1]\n  seed:\n  - 0\n  - -1")
     assert line.startswith("6: seed is -1")
-
-
-def test_missing_model_of_an_unchecked_parameter_is_refused(load, folder):
-    parameters = 'targets: list = ["sibling-3m"]\nx: int = 0'
-    write(folder.parent / "reader.ipynb", "print(targets, x)", parameters=parameters)
-    axes = "grid:\n  targets: [[sibling-1m],\n    [sibling-2m]]\n  x: [1, 2]"
-    [said] = refusal(load, HEAD + axes)
-    assert said.startswith("4: no zoo model is called 'sibling-2m'; did you mean")
 
 
 def test_check_rejects_absent_gpu(monkeypatch):

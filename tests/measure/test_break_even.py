@@ -185,13 +185,37 @@ def accepted(*histograms):
 SAMPLES = accepted((2, 3, 5, 0, 0, 10), (8, 1, 1, 0, 0, 2), (1, 1, 1, 1, 1, 4))
 
 
-def test_tokens_of_round_counts_first_draft_tokens():
-    assert (
-        break_even.tokens_of_round(SAMPLES, 5).value == Acceptance.pooled(SAMPLES["record"]).length
-    )
-    assert break_even.tokens_of_round(SAMPLES, 1).value == pytest.approx(1 + 30 / 41)
-    found = break_even.tokens_of_round(SAMPLES, 3)
+def test_tokens_of_a_round_count_first_draft_tokens():
+    assert break_even.round_tokens(SAMPLES, 5).value == Acceptance.pooled(SAMPLES["record"]).length
+    assert break_even.round_tokens(SAMPLES, 1).value == pytest.approx(1 + 30 / 41)
+    found = break_even.round_tokens(SAMPLES, 3)
     assert found.low < found.value < found.high
+
+
+def test_no_round_yields_more_tokens_than_gamma_allows():
+    for gamma in (1, 3, 5):
+        value, _, high, _ = break_even.round_tokens(SAMPLES, gamma)
+        assert value < high <= gamma + 1
+
+
+def test_predictions_are_of_the_draft_tokens_that_were_made_and_the_table_of_all():
+    """Of a lookup that drafts fewer: the table's own costs stay what they are."""
+    table = replace(planted(), about=planted().about | {"passes": "native"})
+    records = [replace(r, drafted=r.drafted * 3 // 5) for r in SAMPLES["record"]]
+    fewer, taxes = SAMPLES.assign(record=records), pd.DataFrame({"batch": [2], "tax": [0.1]})
+    shared = table.at_drafted_share(summaries.drafted_share(fewer))
+    compared = break_even.compare(table, fewer, throughputs(shared, 1.0))
+    assert break_even.predicted_error(compared) < 1e-12
+    pd.testing.assert_frame_equal(
+        break_even.break_even_batches(table, fewer, 64),
+        break_even.break_even_batches(shared, SAMPLES, 64),
+    )
+    drawn = figures.break_even.speedup_map(table, fewer, compared=compared).axes[0].texts[0]
+    usual = Acceptance.pooled(records).conditional
+    assert drawn.get_text() == f"{shared.speedup(1, 1, usual, 64):.2f}x"
+    assert f"{shared.speedup(1, 1, usual, 64):.2f}" != f"{table.speedup(1, 1, usual, 64):.2f}"
+    metrics, _ = break_even.metrics(table, fewer, compared, taxes, 64)
+    assert metrics["costs/per_token_us"] == pytest.approx(164)
 
 
 @given(st.floats(1.05, 5.9), st.integers(1, 5))
@@ -217,7 +241,7 @@ def test_break_even_batch_rises_with_tokens(seed, tokens):
 
 def test_break_even_batches_have_intervals():
     line = break_even.break_even_batches(planted(), SAMPLES, 64)
-    assert list(line["gamma"]) == [1, 2, 3, 4, 5]
+    assert list(line["gamma"]) == [1, 3, 5], "those of the table"
     assert (line["low"] <= line["batch"]).all()
     assert (line["batch"] <= line["high"]).all()
     assert (line["low"] < line["high"]).any()
@@ -303,7 +327,7 @@ def test_logged_metrics_are_finite_and_named(pairing):
     assert metrics["costs/floor_ms"] == pytest.approx(5)
     assert metrics["costs/per_token_us"] == pytest.approx(164)
     assert series["tax/at_batch"] == {2: 0.1, 8: 0.0}
-    assert set(series["map/break_even_batch"]) == {1, 2, 3, 4, 5}
+    assert set(series["map/break_even_batch"]) == {1, 3, 5}
 
 
 def series_of(series):
@@ -350,7 +374,10 @@ def test_floor_of_microseconds_is_not_said_to_be_none():
 )])  # fmt: skip
 def test_maps_draw_one_gamma_or_one_batch(few, tmp_path, monkeypatch):
     monkeypatch.setattr(figures.style, "_subject", "a target with a drafter of a long name")
-    for figure in figures.break_even.alpha_map(few), figures.break_even.speedup_map(few, SAMPLES):
+    compared = break_even.compare(few, SAMPLES, throughputs(few, 1.1))
+    for figure in (
+        figures.break_even.alpha_map(few), figures.break_even.speedup_map(few, SAMPLES, compared)
+    ):  # fmt: skip
         figure.savefig(tmp_path / "figure.png")
         assert figure.get_figwidth() >= 6, "the title needs that much"
     last = len(few.batches) > 1
@@ -370,17 +397,11 @@ def test_title_says_where_it_pays():
     assert "at no batch" in figures.break_even.paying(planted(draft=1.0), SAMPLES, 64)
 
 
-def test_title_names_no_draft_length_that_the_map_does_not_show(monkeypatch):
-    table = planted()
-    between = next(g for g in range(1, table.gammas[-1]) if g not in table.gammas)
-    line = pd.DataFrame({"gamma": [1, between], "batch": [4, 9], "low": [3, 8], "high": [5, 10]})
-    monkeypatch.setattr(figures.break_even, "break_even_batches", lambda *_: line)
-    assert figures.break_even.paying(table, SAMPLES, 64).endswith("batch 4 [3, 5] with γ = 1")
-
-
 def test_every_cell_and_scale_of_the_maps_can_be_read():
     table = planted(draft=1.0)  # nothing pays
-    axes, _ = figures.break_even.alpha_map(table).axes
+    figure = figures.break_even.alpha_map(table)
+    assert "d: one draft token pays at no batch" in figure.get_suptitle().replace("\n", " ")
+    axes, _ = figure.axes
     assert [text.get_text() for text in axes.texts] == ["never"] * (
         len(table.batches) * len(table.gammas[1:])
     )

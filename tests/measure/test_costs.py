@@ -5,10 +5,13 @@ import json
 import numpy as np
 import pytest
 from conftest import tiny_llama
+from support import tiny
 
+from specexp.drafters.lookup import Lookup
 from specexp.drafters.model import DraftModel
 from specexp.drafters.ngram import NGram
 from specexp.drafters.plain import Plain
+from specexp.drafters.suffix import Suffix
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.measure import costs
@@ -39,6 +42,13 @@ def test_measure_gives_positive_times_everywhere(engine):
     assert (table.about["target"], table.about["drafter"]) == ("target", "draft")
     assert table.about["parameters"] == engine.target.parameters
     assert json.loads(json.dumps(table.about)) == table.about
+
+
+@pytest.mark.parametrize("kind", ["model", "medusa"])
+def test_weights_behind_a_lookup_count(kind):
+    alone = tiny.engine(kind)
+    behind = Engine.of(alone, drafter=Lookup(Suffix(alone.target.vocab), alone.drafter))
+    assert costs.added_bytes(behind) == costs.added_bytes(alone) > 0
 
 
 def test_measure_times_full_drafts(engine, monkeypatch):

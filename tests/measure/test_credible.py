@@ -95,7 +95,7 @@ def test_any_batch_of_a_sweep_and_what_one_stream_should_gain_are_checked(throug
 
 
 def test_costs_of_one_stream_foresee_what_it_gains(pairing, throughput):
-    costs = one_pairing.costs({1: pairing}, PROMPTS, repeats=3)
+    costs = one_pairing.arm_costs({1: pairing}, PROMPTS, repeats=3)
     [row] = summaries.foreseen(throughput, "batch", costs).to_dict("records")
     alone = summaries.pooled(throughput[throughput["batch"] == 1])
     whole = costs[["draft_s", "verify_s", "rest_s"]].sum(axis=1).iloc[0]

@@ -381,15 +381,29 @@ def test_day_is_sized_by_hour_and_drawn():
     assert met.loc["goodput", "throughput/req_s"] == pytest.approx(rate, rel=0.1)
     far = dataclasses.replace(setting, ttft_s=9, tpot_s=9)
     for figure in (
-        fleet_day.paces(setting, fleet.pace_table(setting)),
-        fleet_day.paces(far, fleet.pace_table(far)),
-        fleet_day.over_the_day(hours),
+        fleet_day.paces(setting, fleet.pace_table(setting), "goodput"),
+        fleet_day.paces(far, fleet.pace_table(far), "always:3"),
+        fleet_day.over_the_day(hours, "goodput"),
         under_load.latencies(
             requests, fleet_day.peak_title(at_peak, replicas), tpot=1e3 * setting.tpot_s
         ),
     ):
         assert figure.get_suptitle().startswith("SIMULATED")
         assert figure.get_tightbbox().height < 6
+
+
+def test_costs_of_a_setting_are_those_of_all_draft_tokens():
+    """The paces are of those that are made."""
+    table = dataclasses.replace(planted(), about=planted().about | {"passes": "native"})
+    records = [Acceptance(share * 10, 0, 0, (1, 1, 0, 0, 0, 8)) for share in (2, 5)]
+    half, all_made = (
+        fleet.setting(table, pd.DataFrame({"gamma": [5], "record": [record]}),
+                      ("plain", "always:5"), Day(10, 0, LENGTHS), 4, 1000, 1.4)
+        for record in records
+    )  # fmt: skip
+    assert half.costs is table
+    assert half.paces["plain"] == all_made.paces["plain"]
+    assert half.paces["always:5"][3].tokens_s > all_made.paces["always:5"][3].tokens_s
 
 
 def test_day_has_the_rates_of_its_hours():
@@ -405,9 +419,11 @@ def test_policy_that_misses_the_limits_is_shown_so():
     hours = fleet.hourly(setting, 200)
     assert hours[hours["policy"] == "always:3"]["replicas"].isna().all()
     assert fleet.saved(hours, "goodput") >= 0
-    [key] = fleet_day.over_the_day(hours).legends
+    figure = fleet_day.over_the_day(hours, "always:3")
+    assert "SIMULATED day: always:3 misses the limits with any number" in figure.get_suptitle()
+    [key] = figure.legends
     assert "misses the limits" in key.texts[1].get_text()
-    with pytest.raises(UserError, match="raise tpot_steps"):
+    with pytest.raises(UserError, match="raise the limits"):
         fleet.peak(hours, "always:3")
 
 

@@ -12,7 +12,7 @@ def test_medians_are_seen_as_they_come(now, capsys):
     def slow(item):
         now.s += item
 
-    interleave.time_in_turns({("ours", slow): slow, "copy": float}, [2, 2], CPU, "test")
+    interleave.time_in_turns({("ours", "slow"): slow, "copy": float}, [2, 2], CPU, "test")
     assert "ms: ours slow 2,000.00, copy" in capsys.readouterr().err
 
 

@@ -132,12 +132,25 @@ def test_first_tokens_reset_a_drafter_with_state(kind):
     assert lesson.fit(draws["emitted"], position.p) > lesson.SIGNIFICANCE
 
 
+def test_lesson_shows_no_round_of_a_text_that_the_drafter_does_not_read(pairing):
+    own = pairing.apart()
+    length = len(own.encode([TEXT])[0])
+    own.engine.drafter.context = length + 3
+    assert 1 <= len(lesson.rounds(own, TEXT, 6)) <= 3
+    own.engine.drafter.context = length
+    with pytest.raises(UserError, match="longer than draft reads: use another"):
+        lesson.rounds(own, TEXT, 6)
+
+
 def test_fit_counts_rare_tokens_together():
     p = np.array([0.5, 0.498, 0.001, 0.001])
     assert lesson.fit([0] * 50 + [1] * 50, p) > 0.9
     assert lesson.fit([0] * 90 + [1] * 10, p) < 1e-6
     assert lesson.fit([0] * 50 + [3] * 50, p) == pytest.approx(lesson.fit([0] * 50 + [1] * 50, p))
     assert lesson.fit([0] * 9, np.array([1.0, 0.0])) == 1
+    peaked = np.array([0.999, 0.001])
+    assert lesson.fit([0] * 1000 + [1] * 1000, peaked) < 1e-6
+    assert lesson.fit([0] * 1999 + [1], peaked) > 0.1
 
 
 def test_passes_leave_out_what_exceeds_the_context(pairing):

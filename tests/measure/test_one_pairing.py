@@ -19,6 +19,7 @@ from specexp.measure.exactness import certify, remembers
 from specexp.measure.prompts import Prompt
 from specexp.trace import Acceptance
 from specexp.tracking import mlflow_view
+from specexp.tree import Tree
 
 
 def test_acceptance_counts_agree_in_every_row(pairing, acceptance):
@@ -395,6 +396,26 @@ def test_arm_metrics_are_in_plain_steps(latency):
     metrics, _ = summaries.arm_metrics(latency.assign(arm="x"), pd.DataFrame(costs))
     names = ("cost/draft_steps", "cost/verify_steps", "cost/rest_steps")
     assert [metrics[name] for name in names] == [0.5, 1.25, 0.25]
+
+
+def test_rounds_of_a_text_that_the_drafter_does_not_read_draft_nothing(pairing):
+    """As in the engine: neither a cost nor a bias is of drafts that never run."""
+    own = pairing.apart().with_(temperature=1.0, rule="typical")
+    engine, texts = own.engine, [p.text for p in PROMPTS]
+    short, *_, long = ids = sorted(own.encode(texts), key=len)
+    engine.drafter.context = len(short) + 5
+    assert len(long) > len(short) + 5
+    for row in ids:
+        steps = [step for *_, step in one_pairing.in_stages(engine, row, 12, engine.eos)]
+        assert steps == engine.generate([row], 12).trace.steps()
+    drafted = {n for row in (short, long) for n, _ in
+               one_pairing._time_rounds(engine, Tree.chain(3), 90, row)[0]}  # fmt: skip
+    assert drafted >= {0, 3}
+    timed = one_pairing._time_rounds(engine, Tree.chain(3), 90, long)
+    assert {n for n, *_ in (*timed[0], *timed[1])} == {0}
+    unread, read = (Prompt(i, "code", (texts[i],)) for i in (1, 0))
+    assert one_pairing.bias(own, [unread], 4).tolist() == [0]
+    assert one_pairing.bias(own, [read], 4).iloc[0] > 0
 
 
 def test_typical_round_weighs_draft_sizes_by_frequency():

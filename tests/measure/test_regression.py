@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from specexp.errors import UserError
+from specexp.figures import hardware
 from specexp.measure.hardware import regression, work
 
 MEASURED = Path(__file__).parents[2] / "data" / "measurements"
@@ -44,7 +45,7 @@ def figures(**ratios: dict[str, float]) -> dict:
         ({"peer": as_json(4.0, 0.1)}, None, "peers: plain, batch 1"),
         ({"step": as_json(1.3, 0.02)}, "pass: m, 4 tokens / one", None),
         ({"step": as_json(1.0, 0.01)}, None, "pass: m, 4 tokens / one"),
-        ({"overhead": as_json(0.3, 0.01)}, "round: fast, outside passes", None),
+        ({"overhead": as_json(0.3, 0.01)}, "round: fast, share inside passes", None),
     ],
 )
 def test_ratio_is_worse_when_intervals_are_disjoint(now, worse, better):
@@ -52,6 +53,14 @@ def test_ratio_is_worse_when_intervals_are_disjoint(now, worse, better):
     assert len(compared) == 6
     assert [c.what for c in compared if c.worse] == ([worse] if worse else [])
     assert [c.what for c in compared if c.better] == ([better] if better else [])
+
+
+@pytest.mark.parametrize("then", [0.0, -0.02, 0.001])
+def test_overheads_near_zero_do_not_look_worse(then):
+    """A margin of theirs would be none, or on the wrong side."""
+    before, after = (figures(overhead=as_json(x, 0.004)) for x in (then, then + 0.01))
+    compared = [*regression.changes(before, after), *regression.changes(before, before)]
+    assert not any(change.worse or change.better for change in compared)
 
 
 @pytest.mark.parametrize("alone", [as_json(3.0, 0.1), None])
@@ -70,7 +79,7 @@ def test_model_names_are_not_read_as_markup():
     report["suites"]["roofline"]["rows"][0]["model"] = "[bold]m[/]"
     console = Console(width=200, record=True)
     with console.capture() as printed:
-        console.print(regression.table(regression.changes(report, report), report, report))
+        console.print(hardware.changed(regression.changes(report, report), report, report))
     assert "pass: [bold]m[/], 4 tokens / one" in printed.get()
 
 

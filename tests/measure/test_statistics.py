@@ -14,7 +14,7 @@ from support.intervals import (
     over_repeats,
 )
 
-from specexp.measure import statistics, summaries
+from specexp.measure import interleave, statistics, summaries
 from specexp.trace import Acceptance
 
 RECORD = Acceptance(drafted=60, emitted=60, cut=0, histogram=(20, 0, 20))
@@ -37,6 +37,10 @@ def pairs(kind: str, speedup: float, rng: np.random.Generator, n: int = 40) -> t
     return plain, tokens, fast, tokens
 
 
+def turns(seconds: np.ndarray, tokens: np.ndarray) -> list[interleave.Turn]:
+    return [interleave.Turn(s) for s in seconds / tokens]
+
+
 @pytest.mark.parametrize("n", [6, 40])
 @pytest.mark.parametrize("kind", ["normal", "lognormal", "bimodal"])
 def test_repeats_are_covered_at_the_nominal_level(kind, n):
@@ -44,7 +48,7 @@ def test_repeats_are_covered_at_the_nominal_level(kind, n):
     columns = [pairs(kind, 1.5, rng, n) for _ in range(300)]
     for intervals in (
         [statistics.speedup(*c, same_work=True) for c in columns],
-        [statistics.interval(lambda ps, fs: ps.sum(-1) / fs.sum(-1), *c[::2]) for c in columns],
+        [interleave.ratio(turns(*c[:2]), turns(*c[2:])) for c in columns],
     ):
         covered = np.mean([i.low <= 1.5 <= i.high for i in intervals])
         assert 0.93 <= covered <= 0.995, covered
@@ -235,6 +239,10 @@ def test_speedup_counts_delivered_tokens():
 def test_interval_of_one_unit_and_of_unequal_series():
     assert statistics.ratio([1], [2], same_work=True)[:3] == (0.5, 0.5, 0.5)
     assert statistics.ratio([1], [2]).low < 0.2 < 1 < statistics.ratio([1], [2]).high
+    for above, below in np.random.default_rng(0).uniform(0.1, 9, (50, 2)):
+        found = statistics.speedup([above], [7], [below], [7], same_work=True)
+        assert found.low == found.value == found.high
+        assert statistics.verdict(found) == "too few repeats: at least 4 more"
     with pytest.raises(ValueError, match="equally long"):
         statistics.ratio([1, 2], [1])
     with pytest.raises(ValueError, match="equally long"):

@@ -174,8 +174,8 @@ def test_logged_metrics_are_the_policys_row(few):
     table = under_load.by_policy(
         {"goodput": run_of(ANSWERS, TICKS), "plain": run_of(ANSWERS[1:2], TICKS)}, 1e4, 1e4
     )
-    rated, missed = under_load.rates(both), under_load.regrets(both)
-    metrics, series = under_load.metrics(rated, missed, table, "goodput")
+    rated, lost = under_load.rates(both), under_load.regrets(both)
+    metrics, series = under_load.metrics(rated, lost, table, "goodput")
     assert metrics == pytest.approx(served.served_metrics(ANSWERS, TICKS, 1e4, 1e4) | {
         "speedup/measured": 2.5, "speedup/ci_low": 2.5, "speedup/ci_high": 2.5,
         "speedup/at_largest_batch": 0.95, "speedup/credible": 1.0, "regret/worst": 0.05,
@@ -189,7 +189,7 @@ def test_logged_metrics_are_the_policys_row(few):
     for name, values in expected.items():
         assert series[name] == pytest.approx(values), name
     assert set(series) == set(expected)
-    plain, _ = under_load.metrics(rated, missed, table, "plain")
+    plain, _ = under_load.metrics(rated, lost, table, "plain")
     assert np.isfinite(list(plain.values())).all()  # it had one token: no time between tokens
     assert "latency/tpot_p50_ms" not in plain
 
@@ -343,9 +343,9 @@ def test_closed_loops_has_every_load_policy_and_turn(pairing):
         (c, n) for c in (1, 3) for n in names
     }
     assert (table["tokens"] >= 256 + 20 * table["load"]).all()
-    rated, missed = under_load.rates(table), under_load.regrets(table)
-    assert len(rated) == len(missed) == 6
-    assert (missed["regret"].groupby(missed["load"]).min() <= 0).all()
+    rated, lost = under_load.rates(table), under_load.regrets(table)
+    assert len(rated) == len(lost) == 6
+    assert (lost["regret"].groupby(lost["load"]).min() <= 0).all()
 
 
 def test_in_turn_orders_are_balanced():

@@ -20,6 +20,7 @@ import pandas as pd
 import specexp
 from specexp import measure
 from specexp.measure import statistics, under_load
+from specexp.measure.under_load.loops import turn_tokens
 from specexp.serving.arrivals import at_rate
 from specexp.serving.cost_table import Costs
 
@@ -38,11 +39,6 @@ SEEDS, REQUESTS, ROWS = (0, 1), 400, 32
 TTFT_MS, TPOT_MS = 1000.0, 50.0
 
 
-def tokens_of(streams: int) -> int:
-    """Tokens that a server generates in a turn, at least."""
-    return 256 + 20 * streams
-
-
 def policies_at(drafter: str, streams: int) -> list[str]:
     lengths = next(
         gammas for least, gammas in reversed(LENGTHS[drafter].items()) if streams >= least
@@ -57,10 +53,10 @@ def closed(
     rows, turns = [], {}
     for streams in STREAMS:
         tok_s = streams / costs.verify_s(streams, 1, costs.contexts[0])
-        turns[streams] = max(12, round(seconds * tok_s / tokens_of(streams)))
+        turns[streams] = max(12, round(seconds * tok_s / turn_tokens(streams)))
         samples = under_load.closed_loops(
             pairing, policies_at(drafter, streams), costs, prompts, [streams], NEW,
-            turns[streams], tokens_of,
+            turns[streams],
         )  # fmt: skip
         lost = under_load.regrets(samples).rename(
             columns={"low": "low_regret", "high": "high_regret"}
@@ -69,7 +65,7 @@ def closed(
         print(rows[-1].round(3).to_string(index=False), flush=True)
     return {
         "turns": turns,
-        "tokens_a_turn": {streams: tokens_of(streams) for streams in STREAMS},
+        "tokens_a_turn": {streams: turn_tokens(streams) for streams in STREAMS},
         "closed_loop": records(pd.concat(rows)),
     }
 

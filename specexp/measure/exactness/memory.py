@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import count, islice
 
 from specexp.engine import Engine
-from specexp.policy import Fixed, Load
+from specexp.policy import Fixed, single_stream_tree
 from specexp.rules import Match
 from specexp.sampling import Sampling
 
@@ -24,7 +24,7 @@ _unseen = count(1 << 20)  # streams of noise that this process has not used
 def remembers(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str:
     """What the engine's drafter accepts of new text and of the same text again, in words; empty if
     that is alike, or if nothing is drafted."""
-    tree = engine.policy.choose(Load(1, 0)).tree
+    tree = single_stream_tree(engine.policy)
     if not tree.depth:
         return ""
     apart = {"policy": Fixed(tree), "sampling": Sampling(HOT), "rule": Match(), "eos": ()}

@@ -145,13 +145,13 @@ def check_rounds(
     those of the module without a cache and, if greedy, their tokens the likeliest by them; whether
     the draws of all rows follow their distributions, if sampled by an exact rule; and whether the
     drafter remembers text."""
-    counted = engine.sampling.temperature > 0 and not engine.rule.lossy
+    checked = engine.sampling.temperature > 0 and not engine.rule.lossy
     exact.remembers = remembers(engine, prompts, max_new_tokens)
-    prompts = prompts if counted else prompts[-ALONE:]
+    prompts = prompts if checked else prompts[-ALONE:]
     kept = range(max(0, len(prompts) - ALONE), len(prompts))
     witness, reference = Witness(engine, len(prompts), kept), Reference(engine.target)
     Engine.of(engine, clock=witness).generate(prompts, max_new_tokens)
-    exact.checks = witness.checks if counted else []
+    exact.checks = witness.checks if checked else []
     for row in kept:
         if tokens := witness.tokens[row]:
             text, logits = [*prompts[row], *tokens[:-1]], torch.cat(witness.logits[row])
@@ -178,12 +178,13 @@ def compare(
     replaced = rule.name if not rule.samples and sampled else ""
     exact, reference = Exactness(len(prompts), lossy, replaced), Reference(engine.target)
     for row, (prompt, a, b) in enumerate(zip(prompts, plain, fast, strict=True)):
-        pairs = enumerate(zip_longest(a, b, fillvalue=-1))  # rounding does not end one earlier
+        pairs = enumerate(zip_longest(a, b, fillvalue=-1))
         same, x, y = next(((i, x, y) for i, (x, y) in pairs if x != y), (len(a), -1, -1))
         exact.tokens += same
         if x == y:
             continue
         text = [*prompt, *a[:same]]
+        # an output that ends before the other is a bug: EOS is a token, and no rounding ends a text
         tie = min(x, y) >= 0 and {x, y} <= near_winners(engine, text, streams[row], reference)
         exact.divergences.append(Divergence(row, same, x, y, "tie" if tie else "bug"))
     return exact

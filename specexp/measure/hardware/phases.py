@@ -97,17 +97,16 @@ def phases(
         clocked[side].generate([ids], max_new_tokens)
         return clocks[side].take()
 
-    arms: dict[Any, Callable[[list[int]], Any]] = {
-        (side, run): partial(run, side) for run in (whole, in_phases) for side in engines
-    }
+    runs: dict[str, Callable[[str, list[int]], Any]] = {"whole": whole, "in phases": in_phases}
+    arms = {(side, name): partial(run, side) for name, run in runs.items() for side in engines}
     items = pairing.encode(texts) * repeats
     # in the first turns, rounds are recorded and engines settle in the memory they share
     turns = interleave.time_in_turns(arms, items, pairing.target.device, "round", lead=2)
     results = {arm: [turn.result for turn in taken] for arm, taken in turns.items()}
     sides = {
-        side: _side(results[side, whole], results[side, in_phases], repeats) for side in engines
+        side: _side(results[side, "whole"], results[side, "in phases"], repeats) for side in engines
     }
-    traces = {side: [trace for trace, _ in results[side, whole]] for side in engines}
+    traces = {side: [trace for trace, _ in results[side, "whole"]] for side in engines}
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
     gamma = pairing.gamma
@@ -141,7 +140,7 @@ def _side(
     }
     total = np.sum(list(each.values()), 0)
     inside = timed if timed.any() else each["draft"] + each["verify"]
-    overhead = statistics.interval(lambda r, p: 1 - p.sum(-1) / r.sum(-1), round_s, inside)
+    overhead = statistics.ratio(inside, round_s, same_work=True).rest()
     return {
         "round_ms": 1e3 * float(round_s.mean()),
         "phases": {

@@ -10,9 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-from rich.text import Text
-
 from specexp.errors import UserError, counted
 from specexp.measure.hardware.work import NAMES, WORK
 from specexp.measure.statistics import Interval
@@ -21,8 +18,6 @@ MARGIN = 0.05
 WRITE = "write one with specexp bench --out"
 MUST_MATCH = ("target", "drafter", "gamma", "temperature", "sampling", "dtype", "max_new_tokens",
               "prompts")  # fmt: skip
-MAY_DIFFER = ("device", "threads", "torch")  # a difference is said in the title
-ADDED_LATER = {"sampling": "given"}  # parameters that old reports lack, with what they were then
 
 
 class Change(NamedTuple):
@@ -49,13 +44,12 @@ def read(path: Path, parameters: dict[str, Any], suites: Sequence[str]) -> dict[
     those given, or if it shares none of the suites."""
     try:
         report = dict(json.loads(path.read_text()))
-        earlier, measured = ADDED_LATER | report["parameters"], set(report["suites"])
+        earlier, measured = report["parameters"], set(report["suites"])
         _ = list(_ratios(report["suites"])), dict(report.get("about", {}))
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}; {WRITE}") from e
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         raise UserError(f"{path} is not a report that this version reads; {WRITE}") from e
-    parameters = ADDED_LATER | parameters
     changed = [name for name in MUST_MATCH if earlier.get(name) != parameters[name]]
     if changed:
         each = "; ".join(f"{n} {earlier.get(n)!r}, now {parameters[n]!r}" for n in changed)
@@ -77,7 +71,7 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
     """A unique name for each ratio, the ratio, and whether higher is better."""
     alone: set[str] = set()
     for row in suites.get("peers", {}).get("rows", ()):
-        what = f"peers: {WORK.get(row['work'], row['work'])}, batch {row['batch']}"
+        what = f"peers: {WORK[row['work']]}, batch {row['batch']}"
         what += ", together" if what in alone else ""  # --batches 1 gives two rows at batch 1
         alone.add(what)
         if row["ratio"]:
@@ -89,21 +83,6 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
             yield f"{what} / one", Interval(**row["over_step"]), False
     if rounds := suites.get("round"):
         for side in ("plain", "fast"):
-            yield f"round: {side}, outside passes", Interval(**rounds[side]["overhead"]), False
+            inside = Interval(**rounds[side]["overhead"]).rest()  # unlike it, never near 0
+            yield f"round: {side}, share inside passes", inside, True
         yield "round: speedup", Interval(**rounds["speedup"]["measured"]), True
-
-
-def table(compared: Sequence[Change], then: dict[str, Any], now: dict[str, Any]) -> Table:
-    """One row per ratio; worse ones in red."""
-    was, about = then.get("about", {}), now["about"]
-    differ = (n for n in MAY_DIFFER if was.get(n) != about.get(n))
-    other = (f"{n} {was.get(n)}, now {about.get(n)}" for n in differ)
-    title = ": ".join(filter(None, ["against an earlier run", "; ".join(other)]))
-    rows = Table("ratio", "then", "now", "", title=Text(title), title_justify="left",
-                 caption=f"worse, better: the intervals are apart by more than {MARGIN:.0%}",
-                 caption_justify="left", box=None, header_style="bold")  # fmt: skip
-    for change in compared:
-        verdict = Text("better", "green") if change.better else Text()
-        verdict = Text("worse", "red") if change.worse else verdict
-        rows.add_row(Text(change.what), str(change.then), str(change.now), verdict)
-    return rows

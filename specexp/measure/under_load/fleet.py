@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from specexp.errors import UserError
 from specexp.measure import summaries
 from specexp.measure.under_load.served import request_metrics
-from specexp.policy import Load, planned
+from specexp.policy import PRICED, Load, planned
 from specexp.serving import policies
 from specexp.serving.arrivals import Arrivals, Lengths, bursty
 from specexp.serving.cost_table import Costs
@@ -67,7 +67,7 @@ def paces_of(
     prompt: float = 0.0, output: float = 1.0,
 ) -> list[Pace]:  # fmt: skip
     """The pace of a replica under a policy with 1, 2, ... `rows` streams. The policy is `plain`,
-    one that depends on the number of rows alone (`bandit` does not), or one of `policies.PRICED`,
+    one that depends on the number of rows alone (`bandit` does not), or one of `policy.PRICED`,
     which know costs and acceptance: at every number of streams the best of plain decoding and all
     draft lengths.
 
@@ -77,7 +77,7 @@ def paces_of(
     single disturbed measurement does not matter. Raises UserError."""
     deepest = costs.gammas[-1]
     gammas = [0, *(g for g in GAMMAS if g <= deepest)]
-    policy = None if name in policies.PRICED else policies.of(name, deepest=deepest)
+    policy = None if name in PRICED else policies.of(name, deepest=deepest)
 
     def tokens_s(b: int, gamma: int) -> float:
         tokens = _moments(conditional, gamma)[0]
@@ -229,11 +229,11 @@ def setting(
     the same on every machine. Raises UserError."""
     if "plain" not in names:
         raise UserError("the other policies are compared with plain decoding: name plain, too")
-    costs = costs.at_drafted_share(summaries.drafted_share(accepted))
+    own = costs.at_drafted_share(summaries.drafted_share(accepted))
     drawn = day.lengths.draw(20_000, np.random.default_rng(day.seed))
     prompt, output = (float(tokens.mean()) for tokens in drawn)
     conditional, context = summaries.pooled(accepted).conditional, prompt + output
-    each = {n: paces_of(costs, n, conditional, rows, context, prompt, output) for n in names}
+    each = {n: paces_of(own, n, conditional, rows, context, prompt, output) for n in names}
     return Setting(day, each, costs, ttft_ms / 1e3, tpot_steps / each["plain"][0].tokens_s)
 
 
@@ -281,7 +281,7 @@ def peak(hours: pd.DataFrame, name: str) -> int:
     """Replicas that a policy needs in its busiest hour. Raises UserError if no number suffices."""
     most = hours.loc[hours["policy"] == name, "replicas"].max(skipna=False)
     if np.isnan(most):
-        raise UserError(f"{name} misses the limits with any number of replicas: raise tpot_steps")
+        raise UserError(f"{name} misses the limits with any number of replicas: raise the limits")
     return int(most)
 
 

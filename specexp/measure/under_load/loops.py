@@ -22,7 +22,7 @@ from specexp.measure.exactness import Exactness, check_rounds, compare
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load.offered import requests, slots_for, staggered
 from specexp.measure.under_load.served import totals
-from specexp.policy import Policy
+from specexp.policy import PRICED, Policy
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
 from specexp.serving.engine_rows import EngineRows
@@ -66,7 +66,7 @@ def costs_for(pairing: Pairing, names: Iterable[str], offered: Source, rows: int
     """The cost table for these requests, of which at most `rows` run at once; measured if need be,
     in batches up to that size. None if no policy reads it. Raises UserError as `break_even.profile`
     does."""
-    if not {*policies.PRICED} & {*names}:
+    if not {*PRICED} & {*names}:
         return None
     most = min(rows, len(offered.requests), offered.concurrency or rows)
     batches = break_even.BATCHES[: max(2, 1 + bisect_left(break_even.BATCHES, most))]
@@ -124,10 +124,15 @@ def in_turn(names: Collection[str], number: int) -> list[str]:
     return random.Random(number).sample(list(names), len(names))
 
 
+def turn_tokens(streams: int) -> int:
+    """Tokens that a server generates in a turn, at least."""
+    return 256 + 20 * streams
+
+
 def closed_loops(
     pairing: Pairing, names: Sequence[str], costs: Costs | None, prompts: Sequence[Prompt],
-    concurrency: Sequence[int], max_new_tokens: int, turns: int = 12,
-    tokens_of: Callable[[int], int] = lambda streams: 256 + 20 * streams,
+    concurrency: Sequence[int], max_new_tokens: int, turns: int,
+    tokens_of: Callable[[int], int] = turn_tokens,
 ) -> pd.DataFrame:  # fmt: skip
     """`closed_loop` at every number of streams, `turns` turns of `tokens_of` it tokens each. One
     row a load (number of streams), policy and turn: load, and the columns of `closed_loop`. Raises

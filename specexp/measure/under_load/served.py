@@ -91,15 +91,15 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
             raise UserError("regret needs a fixed policy to compare with: plain or always:GAMMA")
         oracle = str(speed[fixed].idxmax())
         for name, _, s in _against(at, oracle):
-            rows.append({"load": load, "policy": name, "oracle": oracle, "regret": 1 - s.value,
-                         "low": 1 - s.high, "high": 1 - s.low})  # fmt: skip
+            head = {"load": load, "policy": name, "oracle": oracle}
+            rows.append(head | s.rest().columns("regret"))
     return pd.DataFrame(rows)
 
 
-def worst(missed: pd.DataFrame) -> pd.DataFrame:
+def worst(lost: pd.DataFrame) -> pd.DataFrame:
     """The largest of the `regrets` of each policy, in columns regret, low and high: it is at least
     the highest lower end, and at most the highest upper end."""
-    return missed.groupby("policy", sort=False)[["regret", "low", "high"]].max()
+    return lost.groupby("policy", sort=False)[["regret", "low", "high"]].max()
 
 
 # --- open traffic --------------------------------------------------------------------------------
@@ -208,27 +208,24 @@ def step_table(runs: dict[str, Run]) -> pd.DataFrame:
 
 
 def metrics(
-    rated: pd.DataFrame, missed: pd.DataFrame, served: pd.DataFrame, policy: str
+    rated: pd.DataFrame, lost: pd.DataFrame, served: pd.DataFrame, policy: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of one policy, for MLflow: of closed loops from `rates` and `regrets`, of
     open traffic from `by_policy`. `speedup/measured` is that of the fewest streams."""
     mine = rated[rated["policy"] == policy]
-    misses = missed[missed["policy"] == policy].set_index("load")
-    lost, most = misses["regret"], worst(missed).loc[policy]
+    regret = lost[lost["policy"] == policy].set_index("load")["regret"]
+    most = worst(lost).loc[policy]
     first = mine.iloc[0]
     figures = served.set_index("policy").loc[policy].dropna().to_dict() | {
         "speedup/measured": first["speedup"], "speedup/ci_low": first["low"],
         "speedup/ci_high": first["high"], "speedup/at_largest_batch": mine["speedup"].iloc[-1],
         "speedup/credible": float(summaries.sound(rated).all()),
         "regret/worst": most["regret"], "regret/worst_low": most["low"],
-        "regret/worst_high": most["high"], "regret/mean": lost.mean(),
+        "regret/worst_high": most["high"], "regret/mean": regret.mean(),
     }  # fmt: skip
     by_load = mine.set_index("load")
-    return figures, {
-        "speedup/at_batch": by_load["speedup"].to_dict(),
-        "speedup/at_batch_low": by_load["low"].to_dict(),
-        "speedup/at_batch_high": by_load["high"].to_dict(),
+    return figures, summaries.at_batch(mine, "load") | {
         "throughput/at_batch": by_load["tok_s"].to_dict(),
         "load/speculated_at_batch": by_load["speculated"].to_dict(),
-        "regret/at_batch": lost.to_dict(),
+        "regret/at_batch": regret.to_dict(),
     }
