@@ -212,9 +212,8 @@ def metrics(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of one policy, for MLflow: of closed loops from `rates` and `regrets`, of
     open traffic from `by_policy`. `speedup/measured` is that of the fewest streams."""
-    mine = rated[rated["policy"] == policy]
+    mine, most = rated[rated["policy"] == policy], worst(lost).loc[policy]
     regret = lost[lost["policy"] == policy].set_index("load")["regret"]
-    most = worst(lost).loc[policy]
     first = mine.iloc[0]
     figures = served.set_index("policy").loc[policy].dropna().to_dict() | {
         "speedup/measured": first["speedup"], "speedup/ci_low": first["low"],
