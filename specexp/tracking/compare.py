@@ -14,6 +14,7 @@ from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
 NAMED = ("drafter", "policy")  # in every table, even if all runs share them
+PARAMETER = " (parameter)"  # behind the name of one's own that is also another column's
 WHOLE = (*NAMED, "speedup", "timing")  # not broken in a narrow terminal
 GROUPS = frozenset((
     "acceptance", "category", "category_ci", "cost", "costs", "counts", "exact", "fleet", "goodput",
@@ -100,9 +101,10 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per run: what was paired, then the logged figures, then the parameters that differ
     between runs of an experiment and what differs in the machines and libraries that made them.
     Metrics of one's own are shown by their names, as are all of an experiment that logged no figure
-    known here. Figures of the groups in a run's tag `simulated` are marked so."""
+    known here. Figures of the groups in a run's tag `simulated` are marked so, and parameters that
+    are named like a figure or a fact."""
     runs = short(runs)
-    view, differing = pd.DataFrame(index=runs.index), pd.DataFrame(index=runs.index)
+    view, differing, facts = (pd.DataFrame(index=runs.index) for _ in range(3))
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
     of_one = runs.get("experiment", pd.Series("", runs.index))
@@ -113,7 +115,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
             part = view if name in NAMED else differing
             part[name] = column.fillna("").astype(str)
     for fact in (f for f in provenance.FACTS if f"tags.{f}" in runs):
-        differing[fact] = _differing(runs[f"tags.{fact}"])
+        facts[fact] = _differing(runs[f"tags.{fact}"])
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x", "speedup/ci")
     credible = _metric(runs, "speedup/credible", "{:.0f}")
     view["best γ"] = _metric(runs, "speedup/best_gamma", "{:.0f}")
@@ -137,7 +139,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     for category in several if len(several) > 1 else ():  # one is all that was accepted
         name, ends = f"category/{category}", f"category_ci/{category}"
         view[f"accepted: {category}"] = _metric(runs, name, "{:.0%}", ends)
-    figures = view.drop(columns=["experiment", *NAMED, *differing, "exact"], errors="ignore")
+    figures = view.drop(columns=["experiment", *NAMED, "exact"], errors="ignore")
     answered = figures.astype(bool).any(axis=1).groupby(of_one).transform("any")
     metrics = _named("metrics", runs)
     more: dict[str, pd.Series] = {}
@@ -146,7 +148,8 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
             continue
         own = _metric(runs, name, "{:.4g}", name)
         more[name] = own.where(~answered | (name.partition("/")[0] not in GROUPS), "")
-    view = pd.DataFrame({str(c): view[c] for c in view} | more).join(differing)
+    view = pd.DataFrame({str(c): view[c] for c in view} | more)
+    view = view.join(differing.join(facts, lsuffix=PARAMETER), rsuffix=PARAMETER)
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 
@@ -169,7 +172,7 @@ def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
     rows = []
     for _, run in having.iterrows():
         value, *ends = (track.curve(run["run_id"], f"{series}{e}") for e in ("", "_low", "_high"))
-        about = run["run_id"], run["params.drafter"], run.get("params.target", "")
+        about = run["run_id"], *(run.get(f"params.{name}", "") for name in ("drafter", "target"))
         credible = run.get("metrics.speedup/credible") != 0
         rows += [
             [*about, step, y, *(end.get(step, y) for end in ends), credible]

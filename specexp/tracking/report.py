@@ -356,7 +356,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
             doubts.setdefault(reason, []).append(names[run])
     table = compare.overview(frame(part).drop(columns="experiment"))
     table = table[[name for name in table if list(table[name]) != labels]]
-    table.insert(0, "run", labels)
+    table = pd.DataFrame({"run": labels}).join(table, rsuffix=compare.PARAMETER)
     made_with = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in FACTS}
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
@@ -413,7 +413,11 @@ def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     changed = "  # and uncommitted changes" * dirty
     whole = re.fullmatch("[0-9a-f]{40}", commit)
     checkout = [f"git checkout {commit}{changed}"] if whole else []
-    grids = [f"specexp grid run {file}" for file in _grid_files(part)]
+    grids = [
+        f"specexp grid run {file}{flag}"
+        for how, flag in (("no", ""), ("yes", " --together"))
+        for file in _grid_files([r for r in part if r.tags.get("together", "no") == how])
+    ]
     return [*checkout, *grids] if grids else []
 
 

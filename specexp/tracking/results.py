@@ -238,7 +238,7 @@ def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
     facts = {"run_key": key, "attempt": attempt.name, "ended": now_ms(), **tags}
     (attempt / TAGS).write_text(json.dumps(facts))
     (attempt / MANIFEST).unlink(missing_ok=True)  # a notebook's own file of this name
-    digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files_in(attempt)}
+    digests = {str(p.relative_to(attempt)): _digest_of(p) for p in files_in(attempt)}
     (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
     return _move_into_place(attempt, folder("results") / key)
 
@@ -331,8 +331,7 @@ def intact(result: Path) -> bool:
     """Whether this result is complete and unchanged since it was committed."""
     with ignoring_damage():
         digests = load(result / MANIFEST)
-        data = {name: (result / name).read_bytes() for name in digests}
-        whole = all(digest(data[name]) == d for name, d in digests.items())
+        whole = all(_digest_of(result / name) == d for name, d in digests.items())
         return whole and {RESULT, TAGS} <= digests.keys() and _in_place(result)
     return False
 
@@ -387,6 +386,12 @@ def read(path: Path) -> dict[str, Any]:
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    """The digest of a file, which may be larger than memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

@@ -126,6 +126,23 @@ def test_page_says_what_was_run_and_holds_a_grid_file_that_runs_it_again(store, 
     )
 
 
+@pytest.mark.parametrize("name", ["length", "exact", "accepted", "run", "threads", "driver"])
+def test_parameter_named_like_a_column_stands_beside_it(store, name):
+    for key, metrics, x in (("a", FAST, 7), ("b", SLOW, 8)):
+        facts = {"threads": f"{x}0", "driver": f"{x}00"}
+        committed(key, metrics | {"acceptance/rate": 0.5}, tags=facts, **{name: x})
+    cells = re.findall(r"<t[hd]>([^<]*)<", report.page(report.of("mine")))
+    assert cells.count(f"{name} (parameter)") == 1
+    assert {"7", "8", "70", "80", "700", "800", "2.50", "50%", "yes"} <= {*cells}
+
+
+def test_commands_name_the_flag_of_points_that_ran_together(store):
+    for name, together in (("a", "no"), ("b", "yes")):
+        committed(name, FAST, tags={"device": "cpu", "together": together})
+    grid = "specexp grid run 'of mine.yaml'"
+    assert report.commands_to_repeat(report.of("mine")) == [grid, f"{grid} --together"]
+
+
 def test_commands_say_that_a_commit_lacks_what_ran(store):
     commit = "a" * 40
     for name, dirty in (("a", "false"), ("b", "true")):

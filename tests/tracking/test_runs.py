@@ -19,7 +19,7 @@ from support.artifacts import digests
 from support.servers import Mlflow
 
 from specexp.errors import UserError
-from specexp.tracking import compare, mlflow_server, report
+from specexp.tracking import compare, mlflow_server, report, results
 from specexp.tracking import mlflow_view as view
 from specexp.tracking import runs as track
 from specexp.tracking.results import ROOT, root
@@ -272,6 +272,19 @@ def test_overview_shows_metrics_of_ones_own():
     assert list(view) == ["experiment", "speedup", "mine/score", "latency/ms"]
     assert list(view["mine/score"]) == ["0.5123 [0.4, 0.6]", ""]
     assert list(view["latency/ms"]) == ["", "7"], "what answers is enough where there is an answer"
+
+
+def test_no_file_of_a_result_is_held_in_memory(store, monkeypatch):
+    attempt = results.new_attempt("a")
+    (attempt / results.RESULT).write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
+        assert results.intact(results.commit(attempt, "a", {}))
+
+
+def test_curves_of_runs_without_a_drafter_have_none(store):
+    track.log("mine", {"x": 1}, METRICS, {"speedup/at_batch": [2.0]})
+    assert set(compare.curves(track.runs("mine"), "speedup/at_batch")["drafter"]) == {""}
 
 
 def test_overview_marks_lossy_and_simulated_figures():
