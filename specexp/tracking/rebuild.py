@@ -142,7 +142,7 @@ def _supersede(backend: Backend, experiment: str, current: Collection[tuple[str,
 
 def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:
     asking = min(part, key=lambda run: "notebook" not in run.tags)  # not one by hand
-    answer, page = report.answer(part), f"`specexp report {shlex.quote(experiment.name)}`"
+    answer, page = report.answer(part), f"`specexp report {shlex.quote(asking.experiment)}`"
     location = experiment.artifact_location
     if location.startswith(PROXIED):  # so that the UI has a link to it
         with contextlib.suppress(OSError, StoreUnreachable):  # the command makes it later

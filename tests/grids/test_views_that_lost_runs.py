@@ -7,6 +7,7 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+from mlflow.exceptions import MlflowException
 from rich.console import Console
 from support.stores import METRICS, active, go, run_of, shown
 
@@ -69,6 +70,20 @@ def test_runs_that_mlflow_lost_are_published_again(store, written, how):
     assert len(runs.runs()) == 2
     assert audit.problems() == []
     assert presence.find_gaps(progress.shown_as(todo)).lines() == []
+
+
+def test_an_outage_takes_no_mark_and_a_run_that_is_gone_does(store, written, monkeypatch):
+    assert go(written(1))[0] == 0
+    [result] = (store / "results").iterdir()
+    locked = MlflowException("database is locked")
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.client().__class__, "get_run", lambda *_: (_ for _ in ()).throw(locked))
+        with pytest.raises(StoreUnreachable):
+            presence.unmark(result)
+    assert runs.published(result)
+    older_database(store)
+    presence.unmark(result)
+    assert not runs.published(result)
 
 
 @pytest.mark.parametrize("what", ["all", "run"])
