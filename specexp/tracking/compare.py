@@ -1,5 +1,6 @@
 """Finished runs side by side as a table. Runs nothing."""
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,13 +27,21 @@ GROUPS = frozenset((
 
 def headline(result: Path) -> str:
     """What one result answers, with intervals, on one line."""
-    return ", ".join(mlflow_view.short_answers(results.load(result / results.RESULT)))
+    record = results.load(result / results.RESULT)
+    return ", ".join(brief for brief, _ in mlflow_view.answers(record, drift(rounds_of(result))))
 
 
 def has_doubtful_timing(result: Path) -> bool:
     """Whether a timing of a result, or of a rival in it, is not credible."""
     record = results.read(result / results.RESULT)
     return any(map(mlflow_view.not_credible, results.runs_in(record).values()))
+
+
+def rounds_of(result: Path) -> pd.DataFrame:
+    """The table of rounds that a result keeps; empty if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return pd.read_parquet(result / "tables" / "rounds.parquet")
+    return pd.DataFrame()
 
 
 def drift(rounds: pd.DataFrame) -> float:
@@ -199,8 +208,7 @@ def _metric(runs: pd.DataFrame, name: str, form: str, ends: str = "") -> pd.Seri
     simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")
     cells = []
     for (value, *between), groups in zip(columns, simulated, strict=True):
-        text = "" if pd.isna(value) else form.format(value)
-        if text and between and not pd.isna(between).any() and between[0] < between[1]:
-            text += f" [{', '.join(form.format(end).rstrip('x%') for end in between)}]"
+        low, high = between or (value, value)
+        text = "" if pd.isna(value) else mlflow_view.figure(form, value, low, high)
         cells.append(text + " simulated" * (text != "" and results.is_simulated(name, groups)))
     return pd.Series(cells, runs.index, dtype=object)

@@ -12,7 +12,6 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby, islice
@@ -35,7 +34,6 @@ SETTING = ("target", "prompts", "limit", "chat", "temperature", "temperatures", 
 USUAL = {"chat": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given"}
 MOST_FIGURES = 40  # of one experiment: some megabytes
 FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
-DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
 
 
 @dataclass(frozen=True)
@@ -100,11 +98,8 @@ class Run:
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
-        """The logged table of rounds; empty if there is none that can be read."""
-        file = self.folder / "tables" / "rounds.parquet"
-        with suppress(OSError, ValueError):
-            return pd.read_parquet(file) if file.is_file() else pd.DataFrame()
-        return pd.DataFrame()
+        """The logged table of rounds (`compare.rounds_of`)."""
+        return compare.rounds_of(self.folder)
 
     @property
     def prompts(self) -> int:
@@ -116,10 +111,8 @@ class Run:
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
         logged = {"metrics": self.metrics, "tags": self.tags}
-        reasons = mlflow_view.doubts(logged)
-        if mlflow_view.is_timed(logged) and (drift := compare.drift(self.rounds)) > DRIFT:
-            reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
-        return reasons
+        timed = mlflow_view.is_timed(logged)
+        return mlflow_view.doubts(logged, compare.drift(self.rounds)) if timed else []
 
     def figures(self) -> Iterator[tuple[str, str]]:
         """Name and base64 text of each figure that the run kept, as it logged them: none for a

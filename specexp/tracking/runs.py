@@ -354,12 +354,15 @@ def _create_run(
     """`main`: the run that keeps the files, if this is one of a rival."""
     from mlflow.entities import Metric, Param, RunTag
 
+    from specexp.tracking import compare
+
     mlflow, ended = client(), results.ended_ms(folder)
     started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
     files = f"./#/experiments/{experiment}/runs/{main}/artifacts" if main else ""
-    tags |= mlflow_view.answer_tags({**record, "tags": theirs | tags}, files)
+    drift = compare.drift(compare.rounds_of(folder))
+    tags |= mlflow_view.answer_tags({**record, "tags": theirs | tags}, drift, files)
     run = mlflow.create_run(experiment, started, theirs | tags, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in mlflow_view.as_points(record)]
     params = [Param(n, v) for n, v in mlflow_view.as_params(record).items()]

@@ -299,10 +299,10 @@ def test_answer_of_costs_is_the_smallest_and_certain_only_with_an_interval(store
 def test_regret_below_zero_is_a_gain_with_its_interval(store):
     ends = {"regret/worst": -0.12, "regret/worst_low": -0.24, "regret/worst_high": 0.01}
     committed("a", ends)
-    said = "12.0% [-1.0%, 24.0%] of tokens/s gained at worst against the best fixed policy"
+    said = "12.0% [-1.0, 24.0] of tokens/s gained at worst against the best fixed policy"
     [run] = report.of("mine")
     assert said in report.answer([run])
-    assert mlflow_view.short_answers(run.record) == ["12.0% [-1.0%, 24.0%] gained"]
+    assert [brief for brief, _ in mlflow_view.answers(run.record)] == ["12.0% [-1.0, 24.0] gained"]
     committed("b", {"regret/worst": 0.02}, drafter="suffix")
     rows, _ = report.compared(report.of("mine"))
     assert [words.partition("%")[0] + words[-7:] for _, words, *_ in rows] == [
@@ -346,7 +346,7 @@ def test_widened_interval_of_a_share_stays_a_share(store):
     high = {"acceptance/rate": 0.97, "acceptance/rate_ci_low": 0.9, "acceptance/rate_ci_high": 1.0}
     committed("a", high)
     committed("b", {"acceptance/rate": 0.1}, drafter="suffix")
-    assert "97% [89%, 100%] accepted as one of 2 runs" in report.answer(report.of("mine"))
+    assert "97% [89, 100] accepted as one of 2 runs" in report.answer(report.of("mine"))
 
 
 @pytest.mark.parametrize("interval", [False, True])
@@ -398,6 +398,13 @@ def test_doubtful_timing_is_marked(store, metrics, tags, slower, reason):
     text = Reader(report.page([run])).text
     assert ("doubtful" in text) == bool(reason)
     assert ("running: specexp grid run 'of mine.yaml' --retry-doubtful" in text) == bool(reason)
+
+
+def test_answer_in_mlflow_is_doubtful_if_the_pace_drifted(store):
+    for name, slower in (("a", 1.1), ("b", 1.6)):
+        track.publish(committed(name, FAST, drafter=name, rounds=_repeats(slower)))
+    answers = sorted(run.data.tags["answer"] for run in active())
+    assert answers == ["1.90x [1.80, 2.00]", "1.90x [1.80, 2.00] (doubtful)"]
 
 
 def test_a_reason_for_doubt_is_said_once_of_all_runs_that_it_holds_for(store):

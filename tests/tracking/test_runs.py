@@ -396,7 +396,7 @@ INTERVALS = {"speedup/ci_low": 1.204, "speedup/ci_high": 1.3, "acceptance/rate_c
         (
             METRICS | INTERVALS, {}, "1.25x [1.20, 1.30]",
             "**1.25x [1.20, 1.30] of plain decoding's speed**; "
-            "50% [40%, 61%] of draft tokens accepted",
+            "50% [40, 61] of draft tokens accepted",
         ),
         (METRICS | {"speedup/ci_low": 1.25, "speedup/ci_high": 1.25}, {}, "1.25x",
          "**1.25x of plain decoding's speed**; 50% of draft tokens accepted"),
