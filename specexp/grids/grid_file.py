@@ -392,15 +392,15 @@ def _check_include(grid: Grid, domains: dict[str, set[Any]], wrong: Wrong) -> No
 def _name_problem(parameters: dict[str, Parameter], name: str, hints: bool) -> str | None:
     if not notebooks.is_name(name):
         return "is not a parameter name"
-    if redact.NAME.search(name) and name not in parameters:
+    if name in parameters:
+        return None
+    # one that other notebooks have is misspelt only as gamma is of gammas
+    one = [p for p in parameters if p.startswith(name) or name.startswith(p)]
+    hint = meant(name, (one if name in PARAMETERS else parameters) if hints else [])
+    if redact.NAME.search(name) and not hint:
         return redact.REFUSED
-    if name not in parameters:
-        # one that other notebooks have is misspelt only as gamma is of gammas
-        one = [p for p in parameters if p.startswith(name) or name.startswith(p)]
-        near = one if name in PARAMETERS else parameters
-        hint = meant(name, near if hints else [], f"; choose from {', '.join(parameters)}")
-        return f"is not a parameter of the notebook{hint}"
-    return None
+    choices = f"; choose from {', '.join(parameters)}"
+    return f"is not a parameter of the notebook{hint or choices}"
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -143,9 +143,10 @@ def is_name(name: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: one line of at most 60 characters, without control characters."""
+    """A value for a message: one line of at most 60 characters, without control characters. Names
+    in one folder differ at their ends."""
     text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 60 else f"{text[:27]}...{text[-30:]}"
 
 
 _WORDS = {
@@ -164,6 +165,8 @@ def _hint(value: Any, kind: type) -> str:
     if kind in (int, float) and isinstance(value, str):
         try:
             meant = kind(float(value)) if kind is float else int(value, 0)
+            if not math.isfinite(meant):
+                return ""
         except (ValueError, OverflowError):
             return ""
         written = re.sub(r"^(-?\d+)e", r"\1.0e", repr(meant))

@@ -77,7 +77,7 @@ class Board:
         self.console, self.total, self.done, self.failed = console, total, 0, 0
         self._notes: set[str] = set()  # since the last point that ended
         self._lock = threading.RLock()
-        self._running: dict[str, tuple[float, bars.TaskID]] = {}  # label -> when it began, its row
+        self._running: dict[str, tuple[float, bars.TaskID]] = {}  # run_key -> its begin and row
         self._rows = bars.Progress(
             bars.TextColumn("{task.description}", markup=False), bars.BarColumn(12),
             bars.TimeElapsedColumn(), bars.TimeRemainingColumn(),
@@ -102,32 +102,32 @@ class Board:
         self._rows.reset(self._whole)
         self._count()
 
-    def began(self, label: str) -> Callable[[str], None]:
+    def began(self, point: Point) -> Callable[[str], None]:
         """A point has started; returns a function to call with its progress."""
-        row = self._rows.add_task(label, total=None, detail="starting")
+        row = self._rows.add_task(point.label, total=None, detail="starting")
         with self._lock:
-            self._running[label] = time.monotonic(), row
+            self._running[point.run_key] = time.monotonic(), row
 
         def watch(message: str) -> None:
             with self._lock:
-                if label in self._running:
+                if point.run_key in self._running:
                     self._rows.update(row, detail=message)
 
         return watch
 
-    def ended(self, label: str, state: str, detail: str = "") -> None:
+    def ended(self, point: Point, state: str, detail: str = "") -> None:
         """A point has ended; `state` is one of ENDS. The time is left out if it did not run."""
         with self._lock:
             took = f"{'':8s}"
-            if label in self._running:
-                begin, row = self._running.pop(label)
+            if point.run_key in self._running:
+                begin, row = self._running.pop(point.run_key)
                 self._rows.remove_task(row)
                 took = f"{time.monotonic() - begin:6.1f} s"
             self._notes.clear()
             self.done += state in ("done", "kept")
             self.failed += state == "failed"
             self._count()
-            line = Text(f"{state:9s}", ENDS[state]) + Text(f"{took}  {label}  ")
+            line = Text(f"{state:9s}", ENDS[state]) + Text(f"{took}  {point.label}  ")
             self.console.print(line + Text(detail, "dim"), soft_wrap=True)
 
     def say(self, line: str, once: bool = False) -> None:

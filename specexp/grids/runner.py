@@ -149,7 +149,7 @@ class Work:
                 self.queue.append(point)
             else:
                 message = f"in an earlier run: {': '.join(failures[point.run_key])}"
-                self.board.ended(point.label, "failed", message)
+                self.board.ended(point, "failed", message)
         self.board.start()
         free, need = shutil.disk_usage(results.root()).free, len(self.queue) * ROOM_PER_POINT
         if free < need:
@@ -217,7 +217,7 @@ class Work:
                 self._report_done(point, "by another runner")
             elif others and others[key][0] not in RETRIED:
                 message = f"by another runner: {': '.join(others[key])}"
-                self.board.ended(point.label, "failed", message)
+                self.board.ended(point, "failed", message)
             else:
                 with self._timing_lock() as ours:
                     if ours:
@@ -231,15 +231,15 @@ class Work:
     def _report_done(self, point: Point, message: str) -> None:
         result = results.result_of(point.run_key)
         if runs.published(result):
-            self.board.ended(point.label, "done", message)
+            self.board.ended(point, "done", message)
         else:
             message = f"the result is safe, but MLflow {self.unpublished.get(result, AWAY)}"
-            self.board.ended(point.label, "kept", message)
+            self.board.ended(point, "kept", message)
 
     def _attempt(self, point: Point, worker: local.Worker) -> None:
         attempt = results.new_attempt(point.run_key)
         begin = time.monotonic()
-        watch = self.board.began(point.label)
+        watch = self.board.began(point)
         try:
             where = _execute(point, attempt, worker, watch)
             if compare.has_doubtful_timing(attempt):
@@ -259,7 +259,7 @@ class Work:
     def _fail(self, point: Point, attempt: Path, failure: Failure) -> None:
         if failure.kind == "disk":
             shutil.rmtree(attempt, ignore_errors=True)
-            self.board.ended(point.label, "stopped", str(failure))
+            self.board.ended(point, "stopped", str(failure))
             self.stop(DISK_FULL, f"{failure}, {_advice(self.force)}")
             return
         there, stopping = results.is_folder(attempt), self._stopping.is_set()
@@ -273,7 +273,7 @@ class Work:
         _write_point(point, attempt)
         self._publish_failure(progress.set_aside(attempt, failure))
         message = f"{failure.kind}: {str(failure).splitlines()[0]}"
-        self.board.ended(point.label, "stopped" if stopping else "failed", message)
+        self.board.ended(point, "stopped" if stopping else "failed", message)
 
     def _publish_failure(self, kept: Path) -> None:
         """Publish a failed attempt, if enough of it is left."""

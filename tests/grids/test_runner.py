@@ -498,13 +498,25 @@ def test_point_claimed_elsewhere_is_waited_for(store, points):
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 
-def test_two_reasons_to_wait_are_each_said_once():
+def test_points_of_one_label_are_two_rows(points):
+    console = Console(record=True, width=100)
+    board = progress.Board(console, 2)
+    first, second = (replace(point, label="same") for point in points(x=[1, 2]))
+    for point in (first, second):
+        board.began(point)("at work")
+    board.ended(first, "done")
+    assert [task.description for task in board._rows.tasks] == ["1 done, 0 failed of 2", "same"]
+    board.ended(second, "done")
+    assert console.export_text().count(" s  same") == 2
+
+
+def test_two_reasons_to_wait_are_each_said_once(points):
     console = Console(record=True, width=100)
     board = progress.Board(console, 2)
     for _ in range(3):
         board.say("waiting for x", once=True)
         board.say("waiting with y", once=True)
-    board.ended("x", "done")
+    board.ended(points(x=[1])[0], "done")
     board.say("waiting with y", once=True)
     said = console.export_text()
     assert (said.count("waiting for x"), said.count("waiting with y")) == (1, 2)
