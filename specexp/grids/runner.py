@@ -202,7 +202,7 @@ class Work:
             self.stop(FAILED, "an error in specexp itself")
             raise
 
-    def _take(self, point: Point, worker: local.Worker) -> bool:
+    def _take(self, point: Point, worker: local.Execute) -> bool:
         """Run a point, or accept what another runner made of it. False if it must be taken again
         later: another runner has claimed it or is timing something."""
         key = point.run_key
@@ -236,7 +236,7 @@ class Work:
             message = f"the result is safe, but MLflow {self.unpublished.get(result, AWAY)}"
             self.board.ended(point, "kept", message)
 
-    def _attempt(self, point: Point, worker: local.Worker) -> None:
+    def _attempt(self, point: Point, worker: local.Execute) -> None:
         attempt = results.new_attempt(point.run_key)
         begin = time.monotonic()
         watch = self.board.began(point)
@@ -374,7 +374,7 @@ def _is_unsettled(key: str) -> bool:
 
 
 def _execute(
-    point: Point, attempt: Path, worker: local.Worker, watch: Callable[[str], None]
+    point: Point, attempt: Path, worker: local.Execute, watch: Callable[[str], None]
 ) -> str:
     """Run a point into an attempt folder; returns the machine's name. Raises Failure."""
     _write_point(point, attempt)

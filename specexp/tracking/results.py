@@ -95,9 +95,9 @@ def _writing() -> Iterator[None]:
 
 
 @contextmanager
-def claim(key: str) -> Iterator[bool]:
-    """Lock a key for the `with` block. Yields False if another process or thread holds it."""
-    path = folder("claims") / key
+def claim(key: str, home: Path | None = None) -> Iterator[bool]:
+    """Lock a key, here or in another folder, for the `with` block; yields False if it is held."""
+    path = (home or folder("claims")) / key
     descriptor = _lock(path)
     if descriptor is None:
         yield False

@@ -615,6 +615,31 @@ def test_timed_point_waits_for_other_runners_timing_here(store, points, monkeypa
     assert done[-1] == timed
 
 
+def test_stores_of_a_user_time_in_turn_on_one_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "LOCKS", tmp_path / "locks")
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "one"))
+    with Here.timing_lock() as first:
+        monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "other"))
+        with Here.timing_lock() as second:
+            assert (first, second) == (True, False)
+    assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "theirs").symlink_to(tmp_path / "locks")
+    monkeypatch.setattr(local, "LOCKS", tmp_path / "theirs")
+    with Here.timing_lock() as ours:
+        assert ours
+        assert len(results.listed("claims")) == 1, "somebody took the name: the store's own"
+
+
+@pytest.mark.parametrize("devices", [("cpu", "GPU"), ("GPU", "GPU")])
+def test_kernels_are_not_forked_for_points_that_are_all_on_a_gpu(points, devices):
+    todo = [
+        replace(p, identity=replace(p.identity, parts=p.identity.parts | {"device": device}))
+        for p, device in zip(points(x=[1, 2]), devices, strict=True)
+    ]
+    how = "forked kernels" if "cpu" in devices else "plain kernels (all points are on a GPU)"
+    assert Here(todo).how == f"in {how}"
+
+
 @pytest.mark.parametrize(
     ("device", "hides"), [("cuda:1", False), ("cuda", True), ("auto", True), (None, True)]
 )
