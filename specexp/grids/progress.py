@@ -9,6 +9,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -171,11 +172,11 @@ def status(points: Sequence[Point], done: Iterable[report.Run] = ()) -> Table:
             continue
         key = point.run_key if "device" in point.identity.parts else ""  # else it is no result's
         table.add_row(Text(state, STATES[state]), Text(point.label), key, Text(detail))
-    total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
-    total += f", {len(doubts)} of these doubtful" * bool(doubts)
+    doubtful = {"done": f", {len(doubts)} of these doubtful" * bool(doubts)}
+    total = ", ".join(f"{n} {state}{doubtful.get(state, '')}" for state, n in counts.items() if n)
     if left and took.keys() >= set(left):
         seconds = sum(fmean(took[name]) for name in left) / max(1, counts["running"])
-        total += f"; about {duration(seconds)} left"
+        total += f"; about {timedelta(seconds=round(seconds))} left"
     table.caption, table.caption_justify = total, "left"
     return table
 
@@ -233,10 +234,3 @@ def shown_as(points: Sequence[Point]) -> dict[Path, presence.ShownAs]:
     keys = {p.run_key for p in points}
     kept = (path for path in results.listed("failed") if results.key_of(path) in keys)
     return {f: presence.shown_as(f) for f in (*map(results.result_of, keys), *kept)}
-
-
-def duration(seconds: float) -> str:
-    """Seconds as `0:05` or `2:00:00`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

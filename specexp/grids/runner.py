@@ -126,12 +126,12 @@ class Work:
         self._where: local.Machines | None = None
         self._timing_lock: Callable[[], contextlib.AbstractContextManager[bool]]
         self._away = False
-        self._earlier: set[str] = set()
+        self._earlier: set[str] = set()  # names of failures and results of other runs
         self._again: set[str] = set()  # keys of points that run whatever result they have
 
     def plan(self) -> None:
         """Fill the queue. Raises OSError if the disk has too little space for its results."""
-        self._earlier = {kept.name for kept in results.listed("failed")}
+        self._earlier = {f.name for kind in ("failed", "results") for f in results.listed(kind)}
         failures = {} if self.retry_failed or self.force else failures_of(self.points)
         there = (results.result_of(p.run_key) for p in self.points if self.retry_doubtful)
         done = report.newest(filter(Path.exists, there))
@@ -214,7 +214,7 @@ class Work:
             self._recover(key)
             others = failures_of([point], ignoring=self._earlier)
             if key not in self._again and results.result_of(key).exists():
-                self._report_done(point, "by another runner")
+                self._report_done(point, "by another runner" * (key not in self._earlier))
             elif others and others[key][0] not in RETRIED:
                 message = f"by another runner: {': '.join(others[key])}"
                 self.board.ended(point, "failed", message)

@@ -28,7 +28,7 @@ from support.processes import alive, until
 from specexp.grids import points as grid
 from specexp.grids import progress
 from specexp.grids import runner as run
-from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, _tidy
+from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, _check, _tidy
 from specexp.grids.machines import local
 from specexp.grids.progress import ERROR, Failure
 from specexp.terminal import harmless
@@ -751,6 +751,8 @@ def test_doubtful_timings_are_shown_and_measured_again_on_request(store, written
     _, detail = table.columns[3].cells
     assert "doubtful: the load average was 7.5" in str(detail)
     assert table.caption == "2 done, 1 of these doubtful"
+    table = progress.status(written(1, 2, 3), report.of("grid of trifles"))
+    assert table.caption.startswith("2 done, 1 of these doubtful, 1 to do; about 0:00:")
     busy[0] = "0.5"
     assert again not in go(todo, retry_doubtful=True)[1]
     assert ran == [1, 2, 2]
@@ -843,6 +845,16 @@ def test_timings_of_an_untimed_notebook_are_refused(store, points):
     assert "it logs speedup/measured" in said
 
 
+def test_timings_of_a_rival_in_an_untimed_notebook_are_refused(points, tmp_path):
+    [point] = points(x=[1])
+    rival = {"metrics": {"speedup/measured": 1.5}, "series": {}}
+    record = {"params": point.params, "metrics": {}, "series": {}, "rivals": {"ngram": rival}}
+    (tmp_path / results.RESULT).write_text(json.dumps(record))
+    nbformat.write(nbformat.v4.new_notebook(), tmp_path / NOTEBOOK)
+    with pytest.raises(Failure, match="it logs speedup/measured"):
+        _check(replace(point, timed=False), tmp_path)
+
+
 def test_result_of_another_gpu_than_its_key_names_is_refused(store, points):
     """As of worker 1, which sees the second GPU, where keys name the first."""
     [point] = points(x=[1])
@@ -890,6 +902,17 @@ def test_long_mlflow_outage_loses_nothing(store, points, monkeypatch):
     assert code == 0
     assert "0 of 2 points to run" in said
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_result_that_mlflow_took_late_is_not_called_another_runners(store, written, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(runs, "_publish", outage := Outage(1000))
+    assert go(written(1))[0] == 1
+    outage.left = 1
+    code, said = go(written(1))
+    assert code == 0
+    assert "done" in said
+    assert "by another runner" not in said
 
 
 def test_later_success_is_kept_during_an_mlflow_outage(store, points, monkeypatch):
