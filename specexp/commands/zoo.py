@@ -100,6 +100,8 @@ def train(
         raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")
     if not draft and (layers, minutes) != (None, None):
         raise UserError("--layers and --minutes belong to --draft: add it")
+    if quick and minutes is not None:
+        raise UserError("--quick and --minutes both say how long: give only one of them")
     if minutes is not None and not 0 < minutes < math.inf:
         raise UserError(f"--minutes is {minutes:g}; it must be positive and finite")
     if heads is not None:
@@ -120,8 +122,7 @@ def train(
     if heads is not None:
         _train_heads(heads, of, out, device, quick, text)
     elif draft:
-        minutes = 0.05 if quick else 20.0 if minutes is None else minutes
-        _train_draft(of, layers, out, device, minutes, answered)
+        _train_draft(of, layers, out, device, minutes or (0.05 if quick else 20.0), answered)
     else:
         zoo = shelf.making("train").train_zoo(only or None, out, device=device, quick=quick)
         for folder in zoo:

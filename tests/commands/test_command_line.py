@@ -613,6 +613,7 @@ def test_zoo_train_rejects_options_of_heads(run, option):
         (["--minutes", "2", "--heads", "eagle"], "--layers and --minutes belong to --draft"),
         (["--draft", "--minutes", "nan"], "--minutes is nan; it must be positive and finite"),
         (["--draft", "--minutes", "-5"], "--minutes is -5; it must be positive and finite"),
+        (["--draft", "--quick", "--minutes", "9"], "--quick and --minutes both say how long"),
         (["--draft", "--heads", "eagle"], "--heads and --draft train different things"),
         (["--draft", "--layers", "12"], "a target of 12 layers keeps 1 to 11 of them"),
     ],
