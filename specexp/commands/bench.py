@@ -92,7 +92,7 @@ def bench(
             tables, notes = hardware.tables(name, result)
             opt.say(*tables, *notes, "")
     if as_json:
-        print(opt.json_text(report))
+        opt.print_json(report)
     elif out:
         opt.say(f"kept in {opt.relative(out)}")
     if "interrupted" in report:
@@ -156,7 +156,7 @@ def profile(
     if as_json:
         fit = costs.fit()
         fitted = asdict(fit) | {"context": slots[0], "knee": fit.knee(slots[0])}
-        print(opt.json_text(json.loads(files[-1].read_text()) | {"fit": fitted}))
+        opt.print_json(json.loads(files[-1].read_text()) | {"fit": fitted})
     else:
         _show_costs(costs, slots[0])
         opt.say(f"kept in {opt.relative(files[-1])}")

@@ -169,9 +169,8 @@ def relative(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def json_text(value: Any) -> str:
-    """JSON, with null for what is no number, in which characters that could act on a terminal are
-    escaped."""
+def print_json(value: Any) -> None:
+    """Print JSON, null for what is no number, with escapes for what could act on a terminal."""
     value = json.loads(json.dumps(value), parse_constant=lambda _: None)
     text = json.dumps(value, ensure_ascii=False)
     return "".join(x if harmless(x) == x else f"\\u{ord(x):04x}" for x in text)

@@ -39,7 +39,7 @@ def models(as_json: bool = opt.AS_JSON) -> None:
             | {"drafts": [draft.name for draft in shelf.drafts_for(m.name)]}
             for m in every
         ]  # fmt: skip
-        print(opt.json_text(listed))
+        opt.print_json(listed)
         return
     columns = ("name", "role", "parameters", "drafts for", "chat", "path")
     table = listing(*columns)
@@ -235,7 +235,7 @@ def twin(
 
     facts = twins.make(params, alpha, out, damp, dtype, seed, force)
     if as_json:
-        print(opt.json_text(facts))
+        opt.print_json(facts)
         return
     name, agreement = facts["name"], facts["agreement"]
     path = opt.relative(out or shelf.store() / "twins") / name
