@@ -18,8 +18,8 @@ from specexp.grids import notebooks, yaml_lines
 from specexp.grids.notebooks import Notebook, Parameter, shown
 from specexp.measure.parameters import PARAMETERS, mentioned
 from specexp.tracking import redact
+from specexp.tracking.results import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
 MAX_POINTS, MAX_PROBLEMS = 1_000_000, 200  # of one file; reported at once
 Wrong = Callable[..., None]  # called with a message and the path of the value in the file

@@ -30,8 +30,8 @@ from jupyter_core.utils import run_sync
 from nbclient.exceptions import DeadKernelError
 
 from specexp.grids.forkserver import described
+from specexp.tracking.results import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # Imported by every kernel, which takes half of its start-up time.
 MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
 # No sqlite history; and no watching of the parent process, as forkserver.py ends kernels.

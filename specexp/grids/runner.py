@@ -420,8 +420,7 @@ def _resume(force: bool) -> str:
 
 def _advice(force: bool) -> str:
     """On a full disk: how full it is, and what to do."""
-    there = next(p for p in (results.root(), *results.root().parents) if p.exists())
-    free_mb = shutil.disk_usage(there).free / 1e6
+    free_mb = shutil.disk_usage(results.standing()).free / 1e6
     return f"{free_mb:.0f} MB free; free up space and {_resume(force)}"
 
 

@@ -46,6 +46,11 @@ def root() -> Path:
     return shelf.store()
 
 
+def standing() -> Path:
+    """The store's folder, or the nearest above it if it does not exist yet."""
+    return next(path for path in (root(), *root().parents) if path.exists())
+
+
 def folder(name: str) -> Path:
     """A folder of the store, created if missing. Raises UserError if it cannot be written to."""
     path = root() / name
