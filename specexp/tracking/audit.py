@@ -37,11 +37,6 @@ class Invariant:
     notes: Sequence[str] = ()
 
 
-def problems() -> list[str]:
-    """Every violation; empty if the store is consistent."""
-    return [line for invariant in check() for line in invariant.broken]
-
-
 def check() -> list[Invariant]:
     """Every invariant, with the violations that two looks found."""
     first = _look()

@@ -24,6 +24,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE
 from rich.console import Console
 from support.processes import alive, until
+from support.stores import problems
 
 from specexp.grids import points as grid
 from specexp.grids import progress
@@ -319,7 +320,7 @@ def test_store_path_may_hold_any_character(tmp_path, monkeypatch):
     assert f"runs       {store}/mlflow.db\n" in said
     assert (store / "mlflow.db").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == [name]
-    assert audit.problems() == []
+    assert problems() == []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", runs.backend().uri)
     assert runs.backend().file == store / "mlflow.db"
     assert len(runs.runs()) == 1

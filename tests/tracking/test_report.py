@@ -9,12 +9,12 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
-from support.stores import active, go, quiet
+from support.stores import active, go, problems, quiet
 
 from specexp.commands import app
 from specexp.errors import UserError
 from specexp.grids import grid_file
-from specexp.tracking import audit, compare, mlflow_view, presence, rebuild, report, results
+from specexp.tracking import compare, mlflow_view, presence, rebuild, report, results
 from specexp.tracking import runs as track
 
 HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
@@ -444,7 +444,7 @@ def test_a_result_of_a_changed_point_is_marked_and_left_out_of_the_view(store):
     in_view = track.backend().runs(experiment.experiment_id, state["searchFilter"])
     assert [run.data.tags["run_key"] for run in in_view] == ["b"]
     assert len(active()) == 2
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_results_that_do_not_exist_are_one_line_with_what_there_is(store, tmp_path):
