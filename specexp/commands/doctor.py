@@ -74,8 +74,7 @@ def missing() -> list[str]:
 
 
 def requirements() -> list[Requirement]:
-    """Required packages: from the installed metadata, or from pyproject.toml in a checkout that is
-    not installed."""
+    """Required packages: of the installed metadata or, if not installed, of pyproject.toml."""
     try:
         lines = metadata.requires("specexp") or []
     except metadata.PackageNotFoundError:

@@ -95,7 +95,7 @@ def train(
     from specexp.zoo import naming, recipes, shelf
 
     of = target or "target-10m"
-    kinds = {"--only": only, "--heads": heads, "--draft": draft or None}
+    kinds = {"--only": only, "--heads": heads, "--draft": draft}
     if len(given := [option for option, value in kinds.items() if value]) > 1:
         raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")
     if not draft and (layers, minutes) != (None, None):

@@ -1,7 +1,7 @@
 """A grid file, parsed and checked: each mistake with its line and the nearest valid name.
 
 A `Grid` knows which points its file means and the line of each value. It does not know what the
-values mean to models (`grid`).
+values mean to models (`points`).
 """
 
 import itertools
@@ -180,8 +180,7 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
 
 
 def _well_formed(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
-    """`fixed`, `grid`, `include`, `exclude` and `seeds`, without what is no mapping or list where
-    one belongs."""
+    """`fixed`, `grid`, `include`, `exclude` and `seeds`, as far as they are well-formed."""
     strange = [name for name in spec if name not in KEYS]
     for name in strange:
         keys = KEYS if len(strange) <= MAX_PROBLEMS else ()

@@ -154,7 +154,7 @@ def _parts(
 def changed_since(point: Point) -> str:
     """Which parts of a point's identity changed since its grid was loaded, in words; "" if none.
     Data that was not there then may be what the point itself fetched."""
-    before = point.identity
+    before, params, known = point.identity, point.params, Known()
     try:
         read = notebooks.read(point.notebook)
         files = files_of(params, read, known)
@@ -166,8 +166,7 @@ def changed_since(point: Point) -> str:
 
 
 def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Why a point with the identity `now` has no use for a result with the identity `before`: which
-    parts differ, in words."""
+    """Why a point of the identity `now` cannot use a result of `before`: which parts differ."""
     if "versions" not in before:
         return "made before keys named versions, kernels and settings"
     names = sorted(n for n in now.keys() | before.keys() if now.get(n) != before.get(n))

@@ -196,8 +196,7 @@ def _near(value: Any, candidates: list[Any]) -> str:
 
 
 def _choices(text: str, parameter: Parameter, values: list[Any]) -> list[Any]:
-    """The values that a filter asks for: all of its text if a point has that value, or its parts
-    between commas."""
+    """What a filter asks for: its whole text if a point has that, else what commas separate."""
     if parameter.kind is list:
         return [v for v in values if _bare(v) == _bare(text)] or [text]
     parts = [text] if text in values else re.findall(r"\"[^\"]*\"|'[^']*'|[^,]+", text)

@@ -1,5 +1,4 @@
-"""How far a grid is: what became of its points, and the display while they run. Importing this
-loads nothing that runs one."""
+"""How far a grid is: what became of its points, and the display. It loads nothing that runs one."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from specexp.errors import counted
 from specexp.grids import identity
 from specexp.grids.points import Point
 from specexp.terminal import ROWS, harmless, listing
@@ -71,8 +71,7 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
 
 
 class Board:
-    """The display of `total` points: a line for each that ended, live rows for those that run.
-    Thread-safe."""
+    """Thread-safe display of `total` points: a line for each that ended, live rows for others."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.done, self.failed = console, total, 0, 0
@@ -213,8 +212,8 @@ def reasons_to_run(points: Iterable[Point]) -> dict[str, str]:
         before = record.get("identity", {})
         named = record.get("tags", {}).get("notebook", ""), before.get("params", "")
         if point := waiting.get(named):
-            ended = int(results.read(path.parent / results.TAGS).get("ended") or 0)
-            reason = ended, identity.why_new(point.identity.parts, before)
+            why = identity.why_new(point.identity.parts, before)
+            reason = results.ended_ms(path.parent), why
             reasons[point.run_key] = max(reason, reasons.get(point.run_key, reason))
     return {key: reason for key, (_, reason) in reasons.items()}
 
@@ -223,10 +222,8 @@ def explain_reruns(points: Iterable[Point]) -> list[str]:
     """Why points that have a result under another key run again, a line for each reason."""
     counts = Counter(reasons_to_run(points).values())
     counts.pop(identity.UNSURE, None)
-    return [
-        f"{count} {'point runs' if count == 1 else 'points run'} again, old results are kept: {why}"
-        for why, count in counts.items()
-    ]
+    kept = "to run again, old results are kept"
+    return [f"{counted(n, 'point')} {kept}: {why}" for why, n in counts.items()]
 
 
 def shown_as(points: Sequence[Point]) -> dict[Path, presence.ShownAs]:

@@ -281,8 +281,8 @@ class Work:
             self._publish(kept)
 
     def _publish(self, folder: Path) -> bool:
-        """Publish a folder, trying for PATIENCE_S, or only once if the last one failed: the end of
-        `run_queue` tries again. False if MLflow cannot be reached; a refusal is reported."""
+        """Publish a folder, trying for PATIENCE_S, or only once if the last one failed:
+        `publish_rest` tries again. False if MLflow cannot be reached; a refusal is reported."""
         with self._publishing:
             deadline = time.monotonic() + (0.0 if self._away else PATIENCE_S)
             self._away = False

@@ -75,9 +75,8 @@ def show(console: Console, runs: pd.DataFrame) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
-    """The overview of one experiment for the terminal; without categories, acceptance lengths and
-    the check's power if they are not what it asks about, so that it fits. What tells runs apart is
-    never cut."""
+    """The overview of one experiment for the terminal: to fit, without categories, acceptance
+    lengths and the check's power if it asks about others. What tells runs apart is never cut."""
     view = overview(runs.drop(columns="experiment"))
     if {"speedup", "regret", "replicas"} & {*view}:
         left_out = [c for c in view if c in ("exact to", "length") or c.startswith("accepted: ")]
@@ -97,8 +96,7 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def short(runs: pd.DataFrame) -> pd.DataFrame:
-    """The same runs with paths and hub ids in their parameters cut to as few of their last parts as
-    tell them apart."""
+    """The same runs with paths and hub ids in their parameters cut to what tells them apart."""
     columns = {name: list(runs[name].dropna().unique()) for name in runs if name[:7] == "params."}
     return runs.assign(**{
         name: runs[name].map(partial(brief, among=values), na_action="ignore")
@@ -174,8 +172,7 @@ def categories(runs: pd.DataFrame) -> list[str]:
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
     """One series of all runs that logged it, with its interval: columns run_id, drafter, target,
-    step, value, low and high (the value where none was logged), and credible, false if the run's
-    timings are not."""
+    step, value, low and high (the value where none was logged), and whether it is credible."""
     column = f"metrics.{series}"
     having = runs[runs[column].notna()] if column in runs else runs.head(0)
     rows = []

@@ -1,5 +1,4 @@
-"""Rebuilds MLflow's database, and the notes in it, from the store: committed results are the
-record, MLflow a view."""
+"""Rebuilds MLflow's database, and the notes in it, from the results, of which MLflow is a view."""
 
 import contextlib
 import json

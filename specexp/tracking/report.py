@@ -115,8 +115,7 @@ class Run:
         return mlflow_view.doubts(logged, compare.drift(self.rounds)) if timed else []
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """Name and base64 text of each figure that the run kept, as it logged them: none for a
-        rival."""
+        """Name and base64 text of each figure of the run, as they were logged; none for a rival."""
         kept = [] if self.rival else (self.folder / "figures").glob("*.png")
         for file in sorted(kept, key=lambda file: (file.stat().st_mtime_ns, file.name)):
             image = file.read_bytes()
@@ -168,8 +167,7 @@ def with_keys(keys: Iterable[str]) -> list[Run]:
 
 
 def newest(folders: Iterable[Path]) -> list[Run]:
-    """The newest result of each point and its rivals, sorted by experiment and name. They must be
-    intact."""
+    """The newest of intact results of each point and its rivals, by experiment and name."""
     ordered = sorted(map(Run, folders), key=attrgetter("ended"))
     each = (
         Run(run.folder, rival) if rival else run

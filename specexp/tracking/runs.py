@@ -73,8 +73,7 @@ def parameters(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _declared(source: str, *, alone: bool) -> list[str]:
-    """The names that lines `name: type = value` of a source declare. `alone`: none if it holds
-    anything else."""
+    """The names that lines `name: type = value` declare; none if `alone` and more is there."""
     try:
         lines = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -224,8 +223,7 @@ def initialise() -> None:
 
 
 def experiment_id(name: str) -> str:
-    """The id of the experiment of this name (`names_of`), which is created or restored if
-    necessary."""
+    """The id of the experiment of this name (`names_of`), created or restored if necessary."""
     from mlflow.exceptions import MlflowException
 
     store, mlflow = backend(), client()
@@ -250,8 +248,7 @@ def experiment_id(name: str) -> str:
 
 
 def _delete_replaced(experiment: str) -> None:
-    """Of a restored experiment, delete the runs of this store again that others had replaced:
-    MLflow restores all."""
+    """Of a restored experiment, delete again the runs of this store that others had replaced."""
     kept: dict[tuple[str, str], list[str]] = {}
     folders = [f for name in ("failed", "results") for f in results.listed(name) if published(f)]
     for folder in sorted(folders, key=results.ended_ms):
