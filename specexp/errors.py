@@ -118,8 +118,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def first_line(e: BaseException) -> str:
-    """The first line of an exception's message, with the second if it ends in a colon; its type if
-    the message is empty."""
+    """The first line of a message, and the second after a colon; the type of an empty one."""
     first, *more = str(e).strip().splitlines() or [type(e).__name__]
     if isinstance(e, KeyError):  # its message is the key alone
         first = f"there is no {first}"

@@ -61,7 +61,7 @@ def bench(
     from specexp import api
     from specexp.figures import hardware
     from specexp.measure.hardware import regression
-    from specexp.measure.hardware import suites as every
+    from specexp.measure.hardware.suites import about, report_path, run
     from specexp.zoo import files
 
     if gamma is None:
@@ -70,17 +70,17 @@ def bench(
     earlier = regression.read(against, parameters, names) if against else None
     report: dict[str, Any] = {"parameters": parameters, "suites": {}}
     if out:
-        out = every.report_path(out, options)
+        out = report_path(out, options)
         opt.check_writable(out)
     pairing = api.load(**options)
-    report["about"] = every.about(pairing.target.device, pairing.target.dtype)
+    report["about"] = about(pairing.target.device, pairing.target.dtype)
     if not as_json:
         opt.say(hardware.heading(report["about"]))
     for line in report["about"]["warning"].splitlines():
         opt.complain("warning", line)
     for name in names:
         try:
-            result = every.run(name, pairing, texts, rows, max_new_tokens, repeats)
+            result = run(name, pairing, texts, rows, max_new_tokens, repeats)
             report["suites"][name] = result
         except KeyboardInterrupt as e:  # from `interleave.time_in_turns`
             report["interrupted"] = {name: e.args[0] if e.args else {}}
@@ -92,7 +92,7 @@ def bench(
             tables, notes = hardware.tables(name, result)
             opt.say(*tables, *notes, "")
     if as_json:
-        print(opt.json_text(report))
+        opt.print_json(report)
     elif out:
         opt.say(f"kept in {opt.relative(out)}")
     if "interrupted" in report:
@@ -156,7 +156,7 @@ def profile(
     if as_json:
         fit = costs.fit()
         fitted = asdict(fit) | {"context": slots[0], "knee": fit.knee(slots[0])}
-        print(opt.json_text(json.loads(files[-1].read_text()) | {"fit": fitted}))
+        opt.print_json(json.loads(files[-1].read_text()) | {"fit": fitted})
     else:
         _show_costs(costs, slots[0])
         opt.say(f"kept in {opt.relative(files[-1])}")

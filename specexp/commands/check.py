@@ -56,12 +56,12 @@ def check(
         result.samples.to_csv(out, index=False)
     engine = server.dialect.name
     if as_json:
-        opt.say(opt.json_text({
+        opt.print_json({
             "engine": engine, "model": server.model, "drafter": pairing.drafter,
             "gamma": pairing.gamma, "findings": result.lines(),
             "positions": result.positions.to_dict("records"),
             "prompts": result.samples.to_dict("records"), **result.figures(),
-        }))  # fmt: skip
+        })  # fmt: skip
     else:
         opt.say(f"{engine} at {server.url}: {server.model}; here {pairing.drafter}, {texts}")
         opt.say(*result.lines())

@@ -28,8 +28,7 @@ def examine() -> bool:
     """Print the report; False if something that every run needs is missing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     usable, load = counted(cores(), "core"), os.getloadavg()[0]
-    root = results.root()
-    there = next(path for path in (root, *root.parents) if path.exists())
+    root, there = results.root(), results.standing()
     zoo = ", ".join(m.name for m in shelf.models())
     kernels = re.sub(r", [0-9a-f]{8}\b", "", ops.state(device))  # no digest
     facts = terminal.listing("", "", show_header=False)
@@ -75,8 +74,7 @@ def missing() -> list[str]:
 
 
 def requirements() -> list[Requirement]:
-    """Required packages: from the installed metadata, or from pyproject.toml in a checkout that is
-    not installed."""
+    """Required packages: of the installed metadata or, if not installed, of pyproject.toml."""
     try:
         lines = metadata.requires("specexp") or []
     except metadata.PackageNotFoundError:

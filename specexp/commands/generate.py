@@ -87,7 +87,7 @@ def generate(
         speed["credible"] &= not exact.remembers  # the runs before had shown it this text
         if as_json:
             shown = {"prompts": str(texts)} | _as_dict(pairing, text, output, exact, parents)
-            print(opt.json_text(shown | {"speed": speed}))
+            opt.print_json(shown | {"speed": speed})
         else:
             if len(texts) > 1:
                 turn = f", turn {question.turn}" * (question.turn > 1)
@@ -242,7 +242,7 @@ def theory(
 
     prediction = predict(alpha, gamma, cost)
     if as_json:
-        print(opt.json_text(asdict(prediction)))
+        opt.print_json(asdict(prediction))
         return
     best = f"{prediction.best_gamma}" + " or more" * (prediction.best_gamma == LONGEST)
     opt.say(

@@ -126,8 +126,7 @@ PAIRING = ("target", "drafter", "gamma", "tree", "temperature", "top_k", "top_p"
 
 
 def pairing_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for `specexp.load`: those of PAIRING that a command was given, and the table's
-    defaults for the others."""
+    """Options for `specexp.load`: those of PAIRING as given, or by the table's defaults."""
     return {name: given.get(name, PARAMETERS[name].default) for name in PAIRING}
 
 
@@ -169,12 +168,11 @@ def relative(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def json_text(value: Any) -> str:
-    """JSON, with null for what is no number, in which characters that could act on a terminal are
-    escaped."""
+def print_json(value: Any) -> None:
+    """Print JSON, null for what is no number, with escapes for what could act on a terminal."""
     value = json.loads(json.dumps(value), parse_constant=lambda _: None)
     text = json.dumps(value, ensure_ascii=False)
-    return "".join(x if harmless(x) == x else f"\\u{ord(x):04x}" for x in text)
+    print("".join(x if harmless(x) == x else f"\\u{ord(x):04x}" for x in text))
 
 
 def complain(what: str, line: str) -> None:

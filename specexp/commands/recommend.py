@@ -60,13 +60,13 @@ def recommend(
         grid.write_text(next_grid.text(every[0], grid.parent.resolve()))
     options = [engines.options(a.best, a.situation.target) if a.best else {} for a in every]
     if as_json:
-        opt.say(opt.json_text([
+        opt.print_json([
             {"target": advice.situation.target, "situation": str(advice.situation),
              "verdict": advice.verdict(), "drafters": advice.table().to_dict("records"),
              "measured": advice.speedups().to_dict("records"), "not_used": advice.left_out,
              "remedy": advice.remedy, "engines": engine}
             for advice, engine in zip(every, options, strict=True)
-        ]))  # fmt: skip
+        ])  # fmt: skip
     else:
         for advice, engine in zip(every, options, strict=True):
             _show(advice, engine)

@@ -72,7 +72,7 @@ def serve(
     notes = serving.notes(runs)
     if as_json:
         policies = json.loads(figures.to_json(orient="records"))
-        print(opt.json_text({"policies": policies, "notes": notes}))
+        opt.print_json({"policies": policies, "notes": notes})
     else:
         requests = counted(len(offered.requests), "request")
         _show_served(figures, f"{requests}, {load}, {pairing.target.name}, {drafter}")

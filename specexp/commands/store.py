@@ -79,8 +79,7 @@ def report(
 
 
 def chromium() -> list[str]:
-    """The command of a Chromium that shows no window and asks no network of its own. Raises
-    UserError if there is none."""
+    """The command of Chromium without window or own requests. Raises UserError if there is none."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         names = ", ".join(BROWSERS)

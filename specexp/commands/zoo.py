@@ -39,7 +39,7 @@ def models(as_json: bool = opt.AS_JSON) -> None:
             | {"drafts": [draft.name for draft in shelf.drafts_for(m.name)]}
             for m in every
         ]  # fmt: skip
-        print(opt.json_text(listed))
+        opt.print_json(listed)
         return
     columns = ("name", "role", "parameters", "drafts for", "chat", "path")
     table = listing(*columns)
@@ -95,11 +95,13 @@ def train(
     from specexp.zoo import naming, recipes, shelf
 
     of = target or "target-10m"
-    kinds = {"--only": only, "--heads": heads, "--draft": draft or None}
+    kinds = {"--only": only, "--heads": heads, "--draft": draft}
     if len(given := [option for option, value in kinds.items() if value]) > 1:
         raise UserError(f"{given[0]} and {given[1]} train different things: give only one of them")
     if not draft and (layers, minutes) != (None, None):
         raise UserError("--layers and --minutes belong to --draft: add it")
+    if quick and minutes is not None:
+        raise UserError("--quick and --minutes both say how long: give only one of them")
     if minutes is not None and not 0 < minutes < math.inf:
         raise UserError(f"--minutes is {minutes:g}; it must be positive and finite")
     if heads is not None:
@@ -120,8 +122,7 @@ def train(
     if heads is not None:
         _train_heads(heads, of, out, device, quick, text)
     elif draft:
-        minutes = 0.05 if quick else 20.0 if minutes is None else minutes
-        _train_draft(of, layers, out, device, minutes, answered)
+        _train_draft(of, layers, out, device, minutes or (0.05 if quick else 20.0), answered)
     else:
         zoo = shelf.making("train").train_zoo(only or None, out, device=device, quick=quick)
         for folder in zoo:
@@ -234,7 +235,7 @@ def twin(
 
     facts = twins.make(params, alpha, out, damp, dtype, seed, force)
     if as_json:
-        print(opt.json_text(facts))
+        opt.print_json(facts)
         return
     name, agreement = facts["name"], facts["agreement"]
     path = opt.relative(out or shelf.store() / "twins") / name

@@ -255,7 +255,8 @@ def _check(point: Point, folder: Path) -> None:
         raise Failure("invalid-result", "the notebook never called runs.log") from None
     except (AttributeError, KeyError, TypeError, ValueError):
         raise Failure("invalid-result", f"{results.RESULT} cannot be read") from None
-    if not point.timed and (timings := [n for n in record["metrics"] if n.startswith(TIMINGS)]):
+    logged_by_all = (n for ran in results.runs_in(record).values() for n in ran["metrics"])
+    if not point.timed and (timings := [n for n in logged_by_all if n.startswith(TIMINGS)]):
         problems.append(
             f"it logs {timings[0]}, but its metadata say that it measures no time, so other points "
             'may have run beside it: remove "timed": false there'

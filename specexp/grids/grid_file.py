@@ -1,7 +1,7 @@
 """A grid file, parsed and checked: each mistake with its line and the nearest valid name.
 
 A `Grid` knows which points its file means and the line of each value. It does not know what the
-values mean to models (`grid`).
+values mean to models (`points`).
 """
 
 import itertools
@@ -18,8 +18,8 @@ from specexp.grids import notebooks, yaml_lines
 from specexp.grids.notebooks import Notebook, Parameter, shown
 from specexp.measure.parameters import PARAMETERS, mentioned
 from specexp.tracking import redact
+from specexp.tracking.results import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("notebook", "experiment", "fixed", "grid", "seeds", "exclude", "include", "timeout_s")
 MAX_POINTS, MAX_PROBLEMS = 1_000_000, 200  # of one file; reported at once
 Wrong = Callable[..., None]  # called with a message and the path of the value in the file
@@ -180,8 +180,7 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
 
 
 def _well_formed(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
-    """`fixed`, `grid`, `include`, `exclude` and `seeds`, without what is no mapping or list where
-    one belongs."""
+    """`fixed`, `grid`, `include`, `exclude` and `seeds`, as far as they are well-formed."""
     strange = [name for name in spec if name not in KEYS]
     for name in strange:
         keys = KEYS if len(strange) <= MAX_PROBLEMS else ()
@@ -392,15 +391,15 @@ def _check_include(grid: Grid, domains: dict[str, set[Any]], wrong: Wrong) -> No
 def _name_problem(parameters: dict[str, Parameter], name: str, hints: bool) -> str | None:
     if not notebooks.is_name(name):
         return "is not a parameter name"
-    if redact.NAME.search(name) and name not in parameters:
+    if name in parameters:
+        return None
+    # one that other notebooks have is misspelt only as gamma is of gammas
+    one = [p for p in parameters if p.startswith(name) or name.startswith(p)]
+    hint = meant(name, (one if name in PARAMETERS else parameters) if hints else [])
+    if redact.NAME.search(name) and not hint:
         return redact.REFUSED
-    if name not in parameters:
-        # one that other notebooks have is misspelt only as gamma is of gammas
-        one = [p for p in parameters if p.startswith(name) or name.startswith(p)]
-        near = one if name in PARAMETERS else parameters
-        hint = meant(name, near if hints else [], f"; choose from {', '.join(parameters)}")
-        return f"is not a parameter of the notebook{hint}"
-    return None
+    choices = f"; choose from {', '.join(parameters)}"
+    return f"is not a parameter of the notebook{hint or choices}"
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def identity_of(
     models = tuple(sorted({*feasible.sources(params, known), *folders, *beside}))
     named = map(Path, filter(os.path.isfile, sorted(own)))
     data = tuple(path.resolve() for path in (*_data_files(params), *named))
-    parts = _parts(params, notebook, models, data, together, known)
+    parts = _parts(params, notebook, files, models, data, together, known)
     return Identity(parts, models, data)
 
 
@@ -128,10 +128,10 @@ def facts_of_model(source: str) -> Answer:
 
 
 def _parts(
-    params: Mapping[str, Any], notebook: notebooks.Notebook, models: Iterable[str],
-    data: Sequence[Path], together: bool, known: Known,
+    params: Mapping[str, Any], notebook: notebooks.Notebook, files: Mapping[str, str],
+    models: Iterable[str], data: Sequence[Path], together: bool, known: Known,
 ) -> dict[str, str]:  # fmt: skip
-    files, device = files_of(params, notebook, known), params.get("device", "auto")
+    device = params.get("device", "auto")
     question = facts_of_machine, device, notebook.timed, ENGINE in files
     parts: dict[str, str] = {} if known.may_compile is None else {**known.cached(*question)}
     if known.may_compile and parts.get("kernels") == UNCOMPILED:
@@ -154,10 +154,11 @@ def _parts(
 def changed_since(point: Point) -> str:
     """Which parts of a point's identity changed since its grid was loaded, in words; "" if none.
     Data that was not there then may be what the point itself fetched."""
-    before = point.identity
+    before, params, known = point.identity, point.params, Known()
     try:
-        read, together = notebooks.read(point.notebook), point.together
-        now = _parts(point.params, read, before.models, before.data, together, Known())
+        read = notebooks.read(point.notebook)
+        files = files_of(params, read, known)
+        now = _parts(params, read, files, before.models, before.data, point.together, known)
     except (UserError, OSError) as e:
         return first_line(e)
     there = {n: d for n, d in now.items() if n in before.parts or not _DATA.fullmatch(n)}
@@ -165,8 +166,7 @@ def changed_since(point: Point) -> str:
 
 
 def why_new(now: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Why a point with the identity `now` has no use for a result with the identity `before`: which
-    parts differ, in words."""
+    """Why a point of the identity `now` cannot use a result of `before`: which parts differ."""
     if "versions" not in before:
         return "made before keys named versions, kernels and settings"
     names = sorted(n for n in now.keys() | before.keys() if now.get(n) != before.get(n))

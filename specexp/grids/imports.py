@@ -31,13 +31,14 @@ from typing import Any, NamedTuple
 
 from specexp import objects
 from specexp.tracking import provenance, results
+from specexp.tracking.provenance import PACKAGE
 from specexp.zoo.files import stamp
 from specexp.zoo.known import digest_of
 
-PACKAGE = Path(__file__).resolve().parents[1]
 NAME = PACKAGE.name
 ROOMS = ("models", "fast", "drafters", "serving", "measure")  # beside the files at the top
 NAMING = ("serving", "measure")  # rooms whose strings may name a drafter
+DRAFTERS = ("drafter", "rivals")  # parameters that name some
 COMPILED = provenance.SOURCE[1:]
 OF_GPU = f"{NAME}/fast/gpu/"
 AT_START = ("sitecustomize", "usercustomize")  # run by every Python, if they are on its path
@@ -108,7 +109,7 @@ def named_by(params: Mapping[str, Any]) -> frozenset[str]:
     for kind in objects.GROUPS:
         there = objects.registered(kind)
         modules |= {there[name].module for name in first & there.keys()}
-    drafters = [text for n in ("drafter", "rivals") for text in texts_in(params.get(n))]
+    drafters = [text for n in DRAFTERS for text in texts_in(params.get(n))]
     if not drafters or any(not _drafters([text]) for text in drafters):
         modules.add(f"{_DRAFTERS}model")
     return frozenset(modules)

@@ -30,8 +30,8 @@ from jupyter_core.utils import run_sync
 from nbclient.exceptions import DeadKernelError
 
 from specexp.grids.forkserver import described
+from specexp.tracking.results import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # Imported by every kernel, which takes half of its start-up time.
 MACHINERY = ("ipykernel.kernelapp", "ipykernel.debugger", "IPython")
 # No sqlite history; and no watching of the parent process, as forkserver.py ends kernels.
@@ -61,17 +61,15 @@ class NoForkServer(DeadKernelError):
 class Kernels:
     """A source of kernels, for use in a `with`; `modules` are imported in the background.
 
-    Kernels are plain (not forked) if `forked` is false, on systems other than Linux, when the fork
+    Kernels are plain (not forked) for the reason `why`, on systems other than Linux, when the fork
     server has died twice (as it does if an import starts threads), and for points on a GPU, as CUDA
     does not survive a fork. `how` says which.
     """
 
-    def __init__(self, modules: Sequence[str] = (), forked: bool = True) -> None:
+    def __init__(self, modules: Sequence[str] = (), why: str = "") -> None:
         self.modules, self.deaths, self.lock = modules, 0, threading.Lock()
         self.gone = ""  # how the last fork server died
-        self.why = "" if forked else "as requested"  # why kernels are not forked
-        if forked and sys.platform != "linux":
-            self.why = f"no safe fork on {sys.platform}"
+        self.why = why or f"no safe fork on {sys.platform}" * (sys.platform != "linux")
 
     @property
     def how(self) -> str:

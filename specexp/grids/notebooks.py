@@ -39,8 +39,7 @@ class Parameter:
     items: type | None = None
 
     def coerced(self, value: Any) -> Any:
-        """The value with integers made floats where a float is expected, so that 1 and 1.0 are one
-        point."""
+        """The value, whole numbers made floats where it is one, so that 1 and 1.0 are one point."""
         if isinstance(value, list) and self.items is float:
             return [float(v) + 0.0 for v in value]
         return float(value) + 0.0 if self.kind is float and value is not None else value
@@ -51,10 +50,10 @@ class Parameter:
             return None if self.optional else f"needs {_WORDS[self.kind]}, not null"
         if wrong := value_problem(value) or _type_problem(self.kind, value):
             return wrong
-        for item in value if isinstance(value, list) and self.items else ():
-            if wrong := _type_problem(self.items or object, item, "a list, each item "):
-                return wrong
-        return None
+        if not self.items or not isinstance(value, list):
+            return None
+        each = (_type_problem(self.items, item, "a list, each item ") for item in value)
+        return next(filter(None, each), None)
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,10 @@ def is_name(name: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: one line of at most 60 characters, without control characters."""
+    """A value for a message: one line of at most 60 characters, without control characters. Names
+    in one folder differ at their ends."""
     text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 60 else f"{text[:27]}...{text[-30:]}"
 
 
 _WORDS = {
@@ -164,6 +164,8 @@ def _hint(value: Any, kind: type) -> str:
     if kind in (int, float) and isinstance(value, str):
         try:
             meant = kind(float(value)) if kind is float else int(value, 0)
+            if not math.isfinite(meant):
+                return ""
         except (ValueError, OverflowError):
             return ""
         written = re.sub(r"^(-?\d+)e", r"\1.0e", repr(meant))

@@ -9,11 +9,10 @@ from typing import Any
 
 from specexp import fitting
 from specexp.errors import UserError, meant_beside
-from specexp.grids.imports import texts_in
+from specexp.grids.imports import DRAFTERS, texts_in
 from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS
 
-DRAFTERS = ("drafter", "rivals")
 MODELS = ("target", *DRAFTERS)
 DATA = ("prompts", "arrivals")
 _QUANTISED = re.compile(r"(.+?)((?:\+int8)?)")

@@ -31,8 +31,8 @@ MANY = 1_000  # more points than this need a confirmation
 @dataclass(frozen=True, slots=True)
 class Point:
     """One notebook run. `name`: what tells it from the grid's others; `label`: the same in lines
-    of progress, with each value as the grid file has it and `--only` takes it; `file`: that of the
-    grid; `params`: every parameter, defaults included; `run_key`: its `identity` as one digest;
+    of progress, each value as `--only` takes it, or without its middle if it is long; `file`: the
+    grid's; `params`: every parameter, defaults included; `run_key`: its `identity` as one digest;
     `timed`: it measures time, so no other point should run beside it; `others`: files of other
     grids, loaded with this one, that have the same point."""
 
@@ -145,7 +145,9 @@ def _points(
             found = replace(found, parts=found.parts | {"params": identity.digest(params)})
             key, name = identity.digest(found.parts), mlflow_view.run_name(written, varying, among)
             spec, file = grid.document.value, grid.path.parent.resolve() / grid.path.name
-            label = " ".join([path.stem, *(f"{n}={shown(written[n])}" for n in varying)])
+            several = f"{grid.path.stem}: " * (len(report.files) > 1)
+            values = (f"{n}={shown(written[n])}" for n in varying)
+            label = " ".join([several + path.stem, *values])
             yield Point(name or path.stem, label, file, path, spec.get("experiment") or path.stem,
                         params, float(spec.get("timeout_s") or TIMEOUT_S), found, key,
                         grid.notebook.timed)  # fmt: skip
@@ -194,13 +196,17 @@ def _near(value: Any, candidates: list[Any]) -> str:
 
 
 def _choices(text: str, parameter: Parameter, values: list[Any]) -> list[Any]:
-    """The values that a filter asks for: all of its text if a point has that value, or its parts
-    between commas."""
+    """What a filter asks for: its whole text if a point has that, else what commas separate."""
     if parameter.kind is list:
-        bare = re.sub(r"[\s'\"]", "", text).strip("[]")
-        return [v for v in values if ",".join(map(str, v)) == bare] or [text]
+        return [v for v in values if _bare(v) == _bare(text)] or [text]
     parts = [text] if text in values else re.findall(r"\"[^\"]*\"|'[^']*'|[^,]+", text)
     return [_as_value(part.strip(), parameter) for part in parts]
+
+
+def _bare(value: Any) -> str:
+    """A list, or the text of one, without its brackets, quotes and blanks."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value or "null")
+    return re.sub(r"[\s'\"]", "", text).strip("[]")
 
 
 def _as_value(text: str, parameter: Parameter) -> Any:

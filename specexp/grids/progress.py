@@ -1,5 +1,4 @@
-"""How far a grid is: what became of its points, and the display while they run. Importing this
-loads nothing that runs one."""
+"""How far a grid is: what became of its points, and the display. It loads nothing that runs one."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from specexp.errors import counted
 from specexp.grids import identity
 from specexp.grids.points import Point
 from specexp.terminal import ROWS, harmless, listing
@@ -70,14 +71,13 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
 
 
 class Board:
-    """The display of `total` points: a line for each that ended, live rows for those that run.
-    Thread-safe."""
+    """Thread-safe display of `total` points: a line for each that ended, live rows for others."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.done, self.failed = console, total, 0, 0
         self._notes: set[str] = set()  # since the last point that ended
         self._lock = threading.RLock()
-        self._running: dict[str, tuple[float, bars.TaskID]] = {}  # label -> when it began, its row
+        self._running: dict[str, tuple[float, bars.TaskID]] = {}  # run_key -> its begin and row
         self._rows = bars.Progress(
             bars.TextColumn("{task.description}", markup=False), bars.BarColumn(12),
             bars.TimeElapsedColumn(), bars.TimeRemainingColumn(),
@@ -102,32 +102,32 @@ class Board:
         self._rows.reset(self._whole)
         self._count()
 
-    def began(self, label: str) -> Callable[[str], None]:
+    def began(self, point: Point) -> Callable[[str], None]:
         """A point has started; returns a function to call with its progress."""
-        row = self._rows.add_task(label, total=None, detail="starting")
+        row = self._rows.add_task(point.label, total=None, detail="starting")
         with self._lock:
-            self._running[label] = time.monotonic(), row
+            self._running[point.run_key] = time.monotonic(), row
 
         def watch(message: str) -> None:
             with self._lock:
-                if label in self._running:
+                if point.run_key in self._running:
                     self._rows.update(row, detail=message)
 
         return watch
 
-    def ended(self, label: str, state: str, detail: str = "") -> None:
+    def ended(self, point: Point, state: str, detail: str = "") -> None:
         """A point has ended; `state` is one of ENDS. The time is left out if it did not run."""
         with self._lock:
             took = f"{'':8s}"
-            if label in self._running:
-                begin, row = self._running.pop(label)
+            if point.run_key in self._running:
+                begin, row = self._running.pop(point.run_key)
                 self._rows.remove_task(row)
                 took = f"{time.monotonic() - begin:6.1f} s"
             self._notes.clear()
             self.done += state in ("done", "kept")
             self.failed += state == "failed"
             self._count()
-            line = Text(f"{state:9s}", ENDS[state]) + Text(f"{took}  {label}  ")
+            line = Text(f"{state:9s}", ENDS[state]) + Text(f"{took}  {point.label}  ")
             self.console.print(line + Text(detail, "dim"), soft_wrap=True)
 
     def say(self, line: str, once: bool = False) -> None:
@@ -171,11 +171,11 @@ def status(points: Sequence[Point], done: Iterable[report.Run] = ()) -> Table:
             continue
         key = point.run_key if "device" in point.identity.parts else ""  # else it is no result's
         table.add_row(Text(state, STATES[state]), Text(point.label), key, Text(detail))
-    total = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
-    total += f", {len(doubts)} of these doubtful" * bool(doubts)
+    doubtful = {"done": f", {len(doubts)} of these doubtful" * bool(doubts)}
+    total = ", ".join(f"{n} {state}{doubtful.get(state, '')}" for state, n in counts.items() if n)
     if left and took.keys() >= set(left):
         seconds = sum(fmean(took[name]) for name in left) / max(1, counts["running"])
-        total += f"; about {duration(seconds)} left"
+        total += f"; about {timedelta(seconds=round(seconds))} left"
     table.caption, table.caption_justify = total, "left"
     return table
 
@@ -212,8 +212,8 @@ def reasons_to_run(points: Iterable[Point]) -> dict[str, str]:
         before = record.get("identity", {})
         named = record.get("tags", {}).get("notebook", ""), before.get("params", "")
         if point := waiting.get(named):
-            ended = int(results.read(path.parent / results.TAGS).get("ended") or 0)
-            reason = ended, identity.why_new(point.identity.parts, before)
+            why = identity.why_new(point.identity.parts, before)
+            reason = results.ended_ms(path.parent), why
             reasons[point.run_key] = max(reason, reasons.get(point.run_key, reason))
     return {key: reason for key, (_, reason) in reasons.items()}
 
@@ -222,10 +222,8 @@ def explain_reruns(points: Iterable[Point]) -> list[str]:
     """Why points that have a result under another key run again, a line for each reason."""
     counts = Counter(reasons_to_run(points).values())
     counts.pop(identity.UNSURE, None)
-    return [
-        f"{count} {'point runs' if count == 1 else 'points run'} again, old results are kept: {why}"
-        for why, count in counts.items()
-    ]
+    kept = "to run again, old results are kept"
+    return [f"{counted(n, 'point')} {kept}: {why}" for why, n in counts.items()]
 
 
 def shown_as(points: Sequence[Point]) -> dict[Path, presence.ShownAs]:
@@ -233,10 +231,3 @@ def shown_as(points: Sequence[Point]) -> dict[Path, presence.ShownAs]:
     keys = {p.run_key for p in points}
     kept = (path for path in results.listed("failed") if results.key_of(path) in keys)
     return {f: presence.shown_as(f) for f in (*map(results.result_of, keys), *kept)}
-
-
-def duration(seconds: float) -> str:
-    """Seconds as `0:05` or `2:00:00`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -126,12 +126,12 @@ class Work:
         self._where: local.Machines | None = None
         self._timing_lock: Callable[[], contextlib.AbstractContextManager[bool]]
         self._away = False
-        self._earlier: set[str] = set()
+        self._earlier: set[str] = set()  # names of failures and results of other runs
         self._again: set[str] = set()  # keys of points that run whatever result they have
 
     def plan(self) -> None:
         """Fill the queue. Raises OSError if the disk has too little space for its results."""
-        self._earlier = {kept.name for kept in results.listed("failed")}
+        self._earlier = {f.name for kind in ("failed", "results") for f in results.listed(kind)}
         failures = {} if self.retry_failed or self.force else failures_of(self.points)
         there = (results.result_of(p.run_key) for p in self.points if self.retry_doubtful)
         done = report.newest(filter(Path.exists, there))
@@ -149,7 +149,7 @@ class Work:
                 self.queue.append(point)
             else:
                 message = f"in an earlier run: {': '.join(failures[point.run_key])}"
-                self.board.ended(point.label, "failed", message)
+                self.board.ended(point, "failed", message)
         self.board.start()
         free, need = shutil.disk_usage(results.root()).free, len(self.queue) * ROOM_PER_POINT
         if free < need:
@@ -202,7 +202,7 @@ class Work:
             self.stop(FAILED, "an error in specexp itself")
             raise
 
-    def _take(self, point: Point, worker: local.Worker) -> bool:
+    def _take(self, point: Point, worker: local.Execute) -> bool:
         """Run a point, or accept what another runner made of it. False if it must be taken again
         later: another runner has claimed it or is timing something."""
         key = point.run_key
@@ -214,10 +214,10 @@ class Work:
             self._recover(key)
             others = failures_of([point], ignoring=self._earlier)
             if key not in self._again and results.result_of(key).exists():
-                self._report_done(point, "by another runner")
+                self._report_done(point, "by another runner" * (key not in self._earlier))
             elif others and others[key][0] not in RETRIED:
                 message = f"by another runner: {': '.join(others[key])}"
-                self.board.ended(point.label, "failed", message)
+                self.board.ended(point, "failed", message)
             else:
                 with self._timing_lock() as ours:
                     if ours:
@@ -231,15 +231,15 @@ class Work:
     def _report_done(self, point: Point, message: str) -> None:
         result = results.result_of(point.run_key)
         if runs.published(result):
-            self.board.ended(point.label, "done", message)
+            self.board.ended(point, "done", message)
         else:
             message = f"the result is safe, but MLflow {self.unpublished.get(result, AWAY)}"
-            self.board.ended(point.label, "kept", message)
+            self.board.ended(point, "kept", message)
 
-    def _attempt(self, point: Point, worker: local.Worker) -> None:
+    def _attempt(self, point: Point, worker: local.Execute) -> None:
         attempt = results.new_attempt(point.run_key)
         begin = time.monotonic()
-        watch = self.board.began(point.label)
+        watch = self.board.began(point)
         try:
             where = _execute(point, attempt, worker, watch)
             if compare.has_doubtful_timing(attempt):
@@ -259,7 +259,7 @@ class Work:
     def _fail(self, point: Point, attempt: Path, failure: Failure) -> None:
         if failure.kind == "disk":
             shutil.rmtree(attempt, ignore_errors=True)
-            self.board.ended(point.label, "stopped", str(failure))
+            self.board.ended(point, "stopped", str(failure))
             self.stop(DISK_FULL, f"{failure}, {_advice(self.force)}")
             return
         there, stopping = results.is_folder(attempt), self._stopping.is_set()
@@ -273,7 +273,7 @@ class Work:
         _write_point(point, attempt)
         self._publish_failure(progress.set_aside(attempt, failure))
         message = f"{failure.kind}: {str(failure).splitlines()[0]}"
-        self.board.ended(point.label, "stopped" if stopping else "failed", message)
+        self.board.ended(point, "stopped" if stopping else "failed", message)
 
     def _publish_failure(self, kept: Path) -> None:
         """Publish a failed attempt, if enough of it is left."""
@@ -281,8 +281,8 @@ class Work:
             self._publish(kept)
 
     def _publish(self, folder: Path) -> bool:
-        """Publish a folder, trying for PATIENCE_S, or only once if the last one failed: the end of
-        `run_queue` tries again. False if MLflow cannot be reached; a refusal is reported."""
+        """Publish a folder, trying for PATIENCE_S, or only once if the last one failed:
+        `publish_rest` tries again. False if MLflow cannot be reached; a refusal is reported."""
         with self._publishing:
             deadline = time.monotonic() + (0.0 if self._away else PATIENCE_S)
             self._away = False
@@ -374,7 +374,7 @@ def _is_unsettled(key: str) -> bool:
 
 
 def _execute(
-    point: Point, attempt: Path, worker: local.Worker, watch: Callable[[str], None]
+    point: Point, attempt: Path, worker: local.Execute, watch: Callable[[str], None]
 ) -> str:
     """Run a point into an attempt folder; returns the machine's name. Raises Failure."""
     _write_point(point, attempt)
@@ -420,8 +420,7 @@ def _resume(force: bool) -> str:
 
 def _advice(force: bool) -> str:
     """On a full disk: how full it is, and what to do."""
-    there = next(p for p in (results.root(), *results.root().parents) if p.exists())
-    free_mb = shutil.disk_usage(there).free / 1e6
+    free_mb = shutil.disk_usage(results.standing()).free / 1e6
     return f"{free_mb:.0f} MB free; free up space and {_resume(force)}"
 
 

@@ -19,8 +19,8 @@ from yaml.constructor import SafeConstructor
 from yaml.reader import Reader
 
 from specexp.errors import UserError, meant_beside
+from specexp.tracking.results import ROOT
 
-GRIDS = Path(__file__).parents[2] / "notebooks" / "grids"  # of a checkout
 LARGEST, DEEPEST, LONGEST_NUMBER = 1_000_000, 20, 400
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _resolve = yaml.SafeLoader("").resolve
@@ -80,7 +80,7 @@ def _text(path: Path, document: Document) -> str:
         with open(path, "rb") as file:
             raw = file.read(LARGEST + 1)
     except (OSError, ValueError) as e:
-        shipped = meant_beside(Path(os.path.relpath(GRIDS)) / path.name)
+        shipped = meant_beside(Path(os.path.relpath(ROOT / "notebooks" / "grids")) / path.name)
         hint = meant_beside(path, shipped) if isinstance(e, FileNotFoundError) else ""
         raise UserError(f"cannot be read: {getattr(e, 'strerror', None) or e}{hint}") from e
     if len(raw) > LARGEST:

@@ -37,11 +37,6 @@ class Invariant:
     notes: Sequence[str] = ()
 
 
-def problems() -> list[str]:
-    """Every violation; empty if the store is consistent."""
-    return [line for invariant in check() for line in invariant.broken]
-
-
 def check() -> list[Invariant]:
     """Every invariant, with the violations that two looks found."""
     first = _look()
@@ -70,7 +65,7 @@ def _look() -> list[Invariant]:
     except (track.StoreCorrupt, track.StoreUnreachable) as e:
         shown, unreadable = None, [str(e)]
     busy |= set(store.claims())
-    results, failed, ours = (
+    results, failed, attempts = (
         [path for path in paths if store.key_of(path) not in busy]
         for paths in (results, failed, attempts)
     )
@@ -81,7 +76,7 @@ def _look() -> list[Invariant]:
     ]
     left = [
         f"attempts/{path.name} was left by a process that died: run any grid"
-        for path in ours
+        for path in attempts
         if path.exists()
     ]
     invariants = [

@@ -1,5 +1,6 @@
 """Finished runs side by side as a table. Runs nothing."""
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
 
 NAMED = ("drafter", "policy")  # in every table, even if all runs share them
+PARAMETER = " (parameter)"  # behind the name of one's own that is also another column's
 WHOLE = (*NAMED, "speedup", "timing")  # not broken in a narrow terminal
 GROUPS = frozenset((
     "acceptance", "category", "category_ci", "cost", "costs", "counts", "exact", "fleet", "goodput",
@@ -25,13 +27,21 @@ GROUPS = frozenset((
 
 def headline(result: Path) -> str:
     """What one result answers, with intervals, on one line."""
-    return ", ".join(mlflow_view.short_answers(results.load(result / results.RESULT)))
+    record = results.load(result / results.RESULT)
+    return ", ".join(brief for brief, _ in mlflow_view.answers(record, drift(rounds_of(result))))
 
 
 def has_doubtful_timing(result: Path) -> bool:
     """Whether a timing of a result, or of a rival in it, is not credible."""
     record = results.read(result / results.RESULT)
     return any(map(mlflow_view.not_credible, results.runs_in(record).values()))
+
+
+def rounds_of(result: Path) -> pd.DataFrame:
+    """The table of rounds that a result keeps; empty if there is none that can be read."""
+    with suppress(OSError, ValueError):
+        return pd.read_parquet(result / "tables" / "rounds.parquet")
+    return pd.DataFrame()
 
 
 def drift(rounds: pd.DataFrame) -> float:
@@ -65,9 +75,8 @@ def show(console: Console, runs: pd.DataFrame) -> None:
 
 
 def table(experiment: str, runs: pd.DataFrame) -> Table:
-    """The overview of one experiment for the terminal; without categories, acceptance lengths and
-    the check's power if they are not what it asks about, so that it fits. What tells runs apart is
-    never cut."""
+    """The overview of one experiment for the terminal: to fit, without categories, acceptance
+    lengths and the check's power if it asks about others. What tells runs apart is never cut."""
     view = overview(runs.drop(columns="experiment"))
     if {"speedup", "regret", "replicas"} & {*view}:
         left_out = [c for c in view if c in ("exact to", "length") or c.startswith("accepted: ")]
@@ -87,8 +96,7 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def short(runs: pd.DataFrame) -> pd.DataFrame:
-    """The same runs with paths and hub ids in their parameters cut to as few of their last parts as
-    tell them apart."""
+    """The same runs with paths and hub ids in their parameters cut to what tells them apart."""
     columns = {name: list(runs[name].dropna().unique()) for name in runs if name[:7] == "params."}
     return runs.assign(**{
         name: runs[name].map(partial(brief, among=values), na_action="ignore")
@@ -100,9 +108,10 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     """One row per run: what was paired, then the logged figures, then the parameters that differ
     between runs of an experiment and what differs in the machines and libraries that made them.
     Metrics of one's own are shown by their names, as are all of an experiment that logged no figure
-    known here. Figures of the groups in a run's tag `simulated` are marked so."""
+    known here. Figures of the groups in a run's tag `simulated` are marked so, and parameters that
+    are named like a figure or a fact."""
     runs = short(runs)
-    view, differing = pd.DataFrame(index=runs.index), pd.DataFrame(index=runs.index)
+    view, differing, facts = (pd.DataFrame(index=runs.index) for _ in range(3))
     if "experiment" in runs:
         view["experiment"] = runs["experiment"]
     of_one = runs.get("experiment", pd.Series("", runs.index))
@@ -113,7 +122,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
             part = view if name in NAMED else differing
             part[name] = column.fillna("").astype(str)
     for fact in (f for f in provenance.FACTS if f"tags.{f}" in runs):
-        differing[fact] = _differing(runs[f"tags.{fact}"])
+        facts[fact] = _differing(runs[f"tags.{fact}"])
     view["speedup"] = _metric(runs, "speedup/measured", "{:.2f}x", "speedup/ci")
     credible = _metric(runs, "speedup/credible", "{:.0f}")
     view["best γ"] = _metric(runs, "speedup/best_gamma", "{:.0f}")
@@ -137,7 +146,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     for category in several if len(several) > 1 else ():  # one is all that was accepted
         name, ends = f"category/{category}", f"category_ci/{category}"
         view[f"accepted: {category}"] = _metric(runs, name, "{:.0%}", ends)
-    figures = view.drop(columns=["experiment", *NAMED, *differing, "exact"], errors="ignore")
+    figures = view.drop(columns=["experiment", *NAMED, "exact"], errors="ignore")
     answered = figures.astype(bool).any(axis=1).groupby(of_one).transform("any")
     metrics = _named("metrics", runs)
     more: dict[str, pd.Series] = {}
@@ -146,7 +155,8 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
             continue
         own = _metric(runs, name, "{:.4g}", name)
         more[name] = own.where(~answered | (name.partition("/")[0] not in GROUPS), "")
-    view = pd.DataFrame({str(c): view[c] for c in view} | more).join(differing)
+    view = pd.DataFrame({str(c): view[c] for c in view} | more)
+    view = view.join(differing.join(facts, lsuffix=PARAMETER), rsuffix=PARAMETER)
     return view[[c for c in view if view[c].astype(bool).any()]]
 
 
@@ -162,14 +172,13 @@ def categories(runs: pd.DataFrame) -> list[str]:
 
 def curves(runs: pd.DataFrame, series: str) -> pd.DataFrame:
     """One series of all runs that logged it, with its interval: columns run_id, drafter, target,
-    step, value, low and high (the value where none was logged), and credible, false if the run's
-    timings are not."""
+    step, value, low and high (the value where none was logged), and whether it is credible."""
     column = f"metrics.{series}"
     having = runs[runs[column].notna()] if column in runs else runs.head(0)
     rows = []
     for _, run in having.iterrows():
         value, *ends = (track.curve(run["run_id"], f"{series}{e}") for e in ("", "_low", "_high"))
-        about = run["run_id"], run["params.drafter"], run.get("params.target", "")
+        about = run["run_id"], *(run.get(f"params.{name}", "") for name in ("drafter", "target"))
         credible = run.get("metrics.speedup/credible") != 0
         rows += [
             [*about, step, y, *(end.get(step, y) for end in ends), credible]
@@ -196,8 +205,7 @@ def _metric(runs: pd.DataFrame, name: str, form: str, ends: str = "") -> pd.Seri
     simulated = runs.get("tags.simulated", pd.Series("", index=runs.index)).fillna("")
     cells = []
     for (value, *between), groups in zip(columns, simulated, strict=True):
-        text = "" if pd.isna(value) else form.format(value)
-        if text and between and not pd.isna(between).any() and between[0] < between[1]:
-            text += f" [{', '.join(form.format(end).rstrip('x%') for end in between)}]"
+        low, high = between or (value, value)
+        text = "" if pd.isna(value) else mlflow_view.figure(form, value, low, high)
         cells.append(text + " simulated" * (text != "" and results.is_simulated(name, groups)))
     return pd.Series(cells, runs.index, dtype=object)

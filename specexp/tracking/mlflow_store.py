@@ -322,8 +322,7 @@ def names_of(experiment: Any) -> tuple[str, ...]:
 
 
 def artifacts_of(backend: Backend, uri: str) -> Path | None:
-    """The folder of a run's or experiment's artifacts at this address; None if a server or another
-    storage keeps them."""
+    """The folder of artifacts at this address; None if a server or another storage keeps them."""
     if backend.served or not uri.startswith(PROXIED):
         return None
     parts = PurePosixPath(unquote(urlsplit(uri).path)).parts

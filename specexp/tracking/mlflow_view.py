@@ -29,6 +29,7 @@ CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
 WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 44, "tags.`answer`": 170}  # in pixels
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
+DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
 TIMED = ("speedup/", "latency/", "throughput/")
 FIGURES = (  # columns where none of ANSWERS was logged
     "acceptance/length", "speedup/predicted", "throughput/tok_s", "latency/ttft_p95_ms",
@@ -79,10 +80,8 @@ class Answer(NamedTuple):
         return max(least, low), min(most, high)
 
     def figure(self, value: float, low: float, high: float) -> str:
-        """A value with its interval, if it has one: `1.42x [1.21, 1.66]`."""
-        number, *ends = (f"{each:{self.digits}}" for each in (value, low, high))
-        unit = self.unit.removesuffix("s") if number == "1" else self.unit
-        return f"{number}{unit}" + f" [{', '.join(ends)}]" * (low < high)
+        unit = self.unit.removesuffix("s" * (f"{value:{self.digits}}" == "1"))
+        return figure(f"{{:{self.digits}}}{unit}", value, low, high)
 
     def said(self, value: float, low: float, high: float) -> tuple[str, str]:
         """`figure` and what follows, in a column and in a sentence."""
@@ -90,6 +89,12 @@ class Answer(NamedTuple):
         if self.gained and value < 0:
             figure, words = self.figure(-value, -high, -low), self.gained
         return figure + words[0], figure + words[1]
+
+
+def figure(form: str, value: float, low: float, high: float) -> str:
+    """A value with its interval, if it has one: `1.42x [1.21, 1.66]`, `61% [55, 66]`."""
+    ends = (form.format(end).rstrip("x%") for end in (low, high))
+    return form.format(value) + f" [{', '.join(ends)}]" * (low < high)
 
 
 def wider(many: int) -> float:
@@ -167,9 +172,9 @@ def not_credible(record: Mapping[str, Any]) -> list[str]:
     return reasons or own
 
 
-def doubts(record: Mapping[str, Any]) -> list[str]:
-    """Why the timings that a run logged should not be trusted: they are not credible, or something
-    else ran beside them. None if they should, or if all are simulated."""
+def doubts(record: Mapping[str, Any], drift: float = 1.0) -> list[str]:
+    """Why timings that a run logged should not be trusted: they are not credible, the pace drifted
+    (`compare.drift`) or something else ran beside them; none if they should, or are simulated."""
     if not is_timed(record):
         return []
     reasons, tags = not_credible(record), record.get("tags", {})
@@ -177,6 +182,8 @@ def doubts(record: Mapping[str, Any]) -> list[str]:
         load, threads = float(tags["load"]), float(tags["threads"])
         if tags.get("device") == "cpu" and load > threads + 1:
             reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
+    if drift > DRIFT:
+        reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
     return [*reasons, *["other points ran beside it"] * (tags.get("together") == "yes")]
 
 
@@ -185,11 +192,11 @@ def marked(reasons: Sequence[str]) -> dict[str, float]:
     return {"metrics.speedup/credible": 0.0} if reasons else {}
 
 
-def answers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def answers(record: Mapping[str, Any], drift: float = 1.0) -> Iterator[tuple[str, str]]:
     """The figures of a run that answer, with their intervals, in a column and in a sentence; those
     simulated are marked, and timings that cannot be."""
     metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
-    doubtful = bool(doubts(record))
+    doubtful = bool(doubts(record, drift))
     for a in ANSWERS:
         if a.metric in metrics:
             mark = " simulated" * is_simulated(a.metric, simulated)
@@ -198,21 +205,15 @@ def answers(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield brief + mark, words + mark
 
 
-def short_answers(record: Mapping[str, Any]) -> list[str]:
-    """The answers as in a column: `1.42x [1.21, 1.66]`, `61% [55%, 66%] accepted`."""
-    return [brief for brief, _ in answers(record)]
-
-
-def answer_tags(record: Mapping[str, Any], files: str = "") -> dict[str, str]:
+def answer_tags(record: Mapping[str, Any], drift: float = 1.0, files: str = "") -> dict[str, str]:
     """Two tags of a run: `answer`, a column of the view, and its description in sentences, with a
     link to `files` if another run keeps them. A tag that the notebook logged stays as it is."""
-    sentences = [words for _, words in answers(record)]
-    if not sentences:
+    if not (said := [*answers(record, drift)]):
         return {}
-    first, *rest = sentences
-    description = "; ".join([f"**{first}**", *beside(record), *rest])
+    (answer, first), *rest = said
+    description = "; ".join([f"**{first}**", *beside(record), *(words for _, words in rest)])
     description += f"\n\n[Figures and notebook, in the run that measured it]({files})" * bool(files)
-    tags = {"answer": short_answers(record)[0], NOTE: description}
+    tags = {"answer": answer, NOTE: description}
     return {n: text for n, text in tags.items() if n not in record.get("tags", {})}
 
 
@@ -340,14 +341,12 @@ def as_points(record: Mapping[str, Any]) -> list[tuple[str, int, float]]:
 
 
 def rounded(value: float) -> float:
-    """A value of four digits, or a whole number: MLflow's UI shows every digit that it is given.
-    The record keeps all."""
+    """A value of four digits, or a whole number: MLflow's UI shows all. The record keeps them."""
     return float(round(value)) if abs(value) >= 1000 else float(f"{value:.4g}")
 
 
 def problems_of(record: Mapping[str, Any]) -> list[str]:
-    """Why a record cannot be published: bad names or steps, values that are not finite, tags that
-    are no text."""
+    """Why a record cannot be published: bad names or steps, values not finite, tags not text."""
     return list(dict.fromkeys(what for r in runs_in(record).values() for what in _problems(r)))
 
 

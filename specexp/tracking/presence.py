@@ -1,7 +1,6 @@
-"""Compares published folders with what MLflow shows: what it vanished, what was deleted in it on
+"""Compares published folders with what MLflow shows: what it lost, what was deleted in it on
 purpose, and what has another name now. One query per experiment, however many folders."""
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from specexp.tracking.mlflow_store import names_of
 from specexp.zoo import files
 
 ShownAs: TypeAlias = tuple[str | None, str | None]
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow has no such active run
 FOLLOWING = ("name", "notebook", "mlflow.source.name")  # tags that follow the notebook's file
 
 
@@ -103,16 +103,18 @@ def is_of_another_grid(result: Path, file: Path) -> bool:
 
 def unmark(folder: Path) -> None:
     """Take the mark `published` from a folder; delete its runs in experiments that it has left."""
-    from mlflow.exceptions import MlflowException
-
     client, renamed = runs.client(), results.new_names(folder)
     for run_id in runs.marker(folder).read_text().split():
-        with runs.backend().reaching(), contextlib.suppress(MlflowException):  # there is none
-            run = client.get_run(run_id)
-            shown = names_of(client.get_experiment(run.info.experiment_id))
-            if "run_key" not in run.data.tags:  # somebody deleted it
-                client.set_tag(run_id, "run_key", results.key_of(folder))
-            ours = run.data.tags.get("run_key") == results.key_of(folder)
-            if ours and renamed.get("experiment", shown[0]) not in shown:
-                client.delete_run(run_id)
+        try:
+            with runs.backend().reaching():
+                run = client.get_run(run_id)
+                shown = names_of(client.get_experiment(run.info.experiment_id))
+                if "run_key" not in run.data.tags:  # somebody deleted it
+                    client.set_tag(run_id, "run_key", results.key_of(folder))
+                ours = run.data.tags.get("run_key") == results.key_of(folder)
+                if ours and renamed.get("experiment", shown[0]) not in shown:
+                    client.delete_run(run_id)
+        except runs.StoreUnreachable as e:
+            if getattr(e.__cause__, "error_code", "") not in ABSENT:
+                raise
     runs.marker(folder).unlink(missing_ok=True)

@@ -103,8 +103,7 @@ def _counts(variable: str, timed: bool) -> bool:
 
 
 def kernels(device: str) -> str:
-    """Which of specexp's kernels run on this device, in words (`ops.state`); a CPU's are compiled
-    if need be."""
+    """Which of specexp's kernels run on this device (`ops.state`); compiles a CPU's if need be."""
     import torch
 
     from specexp import ops
@@ -229,8 +228,7 @@ def _git(*args: str) -> str:
 
 
 def as_grid(experiment: str, notebook: str, points: Sequence[Mapping[str, Any]]) -> str:
-    """A grid file of points with these parameters. Its paths are those of the notebook, so they are
-    right beside it."""
+    """A grid file of points with these parameters, whose paths are right beside their notebook."""
     fixed = {n: v for n, v in points[0].items() if all(repr(p.get(n)) == repr(v) for p in points)}
     own = [{n: v for n, v in point.items() if n not in fixed} for point in points]
     include = [point for i, point in enumerate(own) if point and point not in own[:i]]

@@ -1,5 +1,4 @@
-"""Rebuilds MLflow's database, and the notes in it, from the store: committed results are the
-record, MLflow a view."""
+"""Rebuilds MLflow's database, and the notes in it, from the results, of which MLflow is a view."""
 
 import contextlib
 import json
@@ -142,7 +141,7 @@ def _supersede(backend: Backend, experiment: str, current: Collection[tuple[str,
 
 def _note(backend: Backend, experiment: Any, part: Sequence[report.Run]) -> str:
     asking = min(part, key=lambda run: "notebook" not in run.tags)  # not one by hand
-    answer, page = report.answer(part), f"`specexp report {shlex.quote(experiment.name)}`"
+    answer, page = report.answer(part), f"`specexp report {shlex.quote(asking.experiment)}`"
     location = experiment.artifact_location
     if location.startswith(PROXIED):  # so that the UI has a link to it
         with contextlib.suppress(OSError, StoreUnreachable):  # the command makes it later

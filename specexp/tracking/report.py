@@ -12,7 +12,6 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby, islice
@@ -35,7 +34,6 @@ SETTING = ("target", "prompts", "limit", "chat", "temperature", "temperatures", 
 USUAL = {"chat": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given"}
 MOST_FIGURES = 40  # of one experiment: some megabytes
 FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
-DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
 
 
 @dataclass(frozen=True)
@@ -100,11 +98,8 @@ class Run:
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
-        """The logged table of rounds; empty if there is none that can be read."""
-        file = self.folder / "tables" / "rounds.parquet"
-        with suppress(OSError, ValueError):
-            return pd.read_parquet(file) if file.is_file() else pd.DataFrame()
-        return pd.DataFrame()
+        """The logged table of rounds (`compare.rounds_of`)."""
+        return compare.rounds_of(self.folder)
 
     @property
     def prompts(self) -> int:
@@ -116,14 +111,11 @@ class Run:
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
         logged = {"metrics": self.metrics, "tags": self.tags}
-        reasons = mlflow_view.doubts(logged)
-        if mlflow_view.is_timed(logged) and (drift := compare.drift(self.rounds)) > DRIFT:
-            reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
-        return reasons
+        timed = mlflow_view.is_timed(logged)
+        return mlflow_view.doubts(logged, compare.drift(self.rounds)) if timed else []
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """Name and base64 text of each figure that the run kept, as it logged them: none for a
-        rival."""
+        """Name and base64 text of each figure of the run, as they were logged; none for a rival."""
         kept = [] if self.rival else (self.folder / "figures").glob("*.png")
         for file in sorted(kept, key=lambda file: (file.stat().st_mtime_ns, file.name)):
             image = file.read_bytes()
@@ -175,8 +167,7 @@ def with_keys(keys: Iterable[str]) -> list[Run]:
 
 
 def newest(folders: Iterable[Path]) -> list[Run]:
-    """The newest result of each point and its rivals, sorted by experiment and name. They must be
-    intact."""
+    """The newest of intact results of each point and its rivals, by experiment and name."""
     ordered = sorted(map(Run, folders), key=attrgetter("ended"))
     each = (
         Run(run.folder, rival) if rival else run
@@ -356,7 +347,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
             doubts.setdefault(reason, []).append(names[run])
     table = compare.overview(frame(part).drop(columns="experiment"))
     table = table[[name for name in table if list(table[name]) != labels]]
-    table.insert(0, "run", labels)
+    table = pd.DataFrame({"run": labels}).join(table, rsuffix=compare.PARAMETER)
     made_with = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in FACTS}
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
@@ -413,7 +404,11 @@ def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     changed = "  # and uncommitted changes" * dirty
     whole = re.fullmatch("[0-9a-f]{40}", commit)
     checkout = [f"git checkout {commit}{changed}"] if whole else []
-    grids = [f"specexp grid run {file}" for file in _grid_files(part)]
+    grids = [
+        f"specexp grid run {file}{flag}"
+        for how, flag in (("no", ""), ("yes", " --together"))
+        for file in _grid_files([r for r in part if r.tags.get("together", "no") == how])
+    ]
     return [*checkout, *grids] if grids else []
 
 

@@ -46,6 +46,11 @@ def root() -> Path:
     return shelf.store()
 
 
+def standing() -> Path:
+    """The store's folder, or the nearest above it if it does not exist yet."""
+    return next(path for path in (root(), *root().parents) if path.exists())
+
+
 def folder(name: str) -> Path:
     """A folder of the store, created if missing. Raises UserError if it cannot be written to."""
     path = root() / name
@@ -95,9 +100,9 @@ def _writing() -> Iterator[None]:
 
 
 @contextmanager
-def claim(key: str) -> Iterator[bool]:
-    """Lock a key for the `with` block. Yields False if another process or thread holds it."""
-    path = folder("claims") / key
+def claim(key: str, home: Path | None = None) -> Iterator[bool]:
+    """Lock a key, here or in another folder, for the `with` block; yields False if it is held."""
+    path = (home or folder("claims")) / key
     descriptor = _lock(path)
     if descriptor is None:
         yield False
@@ -238,7 +243,7 @@ def commit(attempt: Path, key: str, tags: Mapping[str, str]) -> Path:
     facts = {"run_key": key, "attempt": attempt.name, "ended": now_ms(), **tags}
     (attempt / TAGS).write_text(json.dumps(facts))
     (attempt / MANIFEST).unlink(missing_ok=True)  # a notebook's own file of this name
-    digests = {str(p.relative_to(attempt)): digest(p.read_bytes()) for p in files_in(attempt)}
+    digests = {str(p.relative_to(attempt)): _digest_of(p) for p in files_in(attempt)}
     (attempt / MANIFEST).write_text(json.dumps(digests, indent=1))
     return _move_into_place(attempt, folder("results") / key)
 
@@ -331,8 +336,7 @@ def intact(result: Path) -> bool:
     """Whether this result is complete and unchanged since it was committed."""
     with ignoring_damage():
         digests = load(result / MANIFEST)
-        data = {name: (result / name).read_bytes() for name in digests}
-        whole = all(digest(data[name]) == d for name, d in digests.items())
+        whole = all(_digest_of(result / name) == d for name, d in digests.items())
         return whole and {RESULT, TAGS} <= digests.keys() and _in_place(result)
     return False
 
@@ -387,6 +391,12 @@ def read(path: Path) -> dict[str, Any]:
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    """The digest of a file, which may be larger than memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

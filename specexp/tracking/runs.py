@@ -73,8 +73,7 @@ def parameters(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _declared(source: str, *, alone: bool) -> list[str]:
-    """The names that lines `name: type = value` of a source declare. `alone`: none if it holds
-    anything else."""
+    """The names that lines `name: type = value` declare; none if `alone` and more is there."""
     try:
         lines = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -224,8 +223,7 @@ def initialise() -> None:
 
 
 def experiment_id(name: str) -> str:
-    """The id of the experiment of this name (`names_of`), which is created or restored if
-    necessary."""
+    """The id of the experiment of this name (`names_of`), created or restored if necessary."""
     from mlflow.exceptions import MlflowException
 
     store, mlflow = backend(), client()
@@ -250,8 +248,7 @@ def experiment_id(name: str) -> str:
 
 
 def _delete_replaced(experiment: str) -> None:
-    """Of a restored experiment, delete the runs of this store again that others had replaced:
-    MLflow restores all."""
+    """Of a restored experiment, delete again the runs of this store that others had replaced."""
     kept: dict[tuple[str, str], list[str]] = {}
     folders = [f for name in ("failed", "results") for f in results.listed(name) if published(f)]
     for folder in sorted(folders, key=results.ended_ms):
@@ -354,12 +351,15 @@ def _create_run(
     """`main`: the run that keeps the files, if this is one of a rival."""
     from mlflow.entities import Metric, Param, RunTag
 
+    from specexp.tracking import compare
+
     mlflow, ended = client(), results.ended_ms(folder)
     started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
     files = f"./#/experiments/{experiment}/runs/{main}/artifacts" if main else ""
-    tags |= mlflow_view.answer_tags({**record, "tags": theirs | tags}, files)
+    drift = compare.drift(compare.rounds_of(folder))
+    tags |= mlflow_view.answer_tags({**record, "tags": theirs | tags}, drift, files)
     run = mlflow.create_run(experiment, started, theirs | tags, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in mlflow_view.as_points(record)]
     params = [Param(n, v) for n, v in mlflow_view.as_params(record).items()]

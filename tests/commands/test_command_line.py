@@ -209,8 +209,9 @@ def test_generate_json_knows_no_rate_where_nothing_was_drafted_and_the_trees_of_
         assert draft["parents"][0] == -1
 
 
-def test_json_has_null_for_what_is_no_number():
-    assert options.json_text({"a": [float("nan"), 1]}) == '{"a": [null, 1]}'
+def test_json_has_null_for_what_is_no_number(capsys):
+    options.print_json({"a": [float("nan"), 1]})
+    assert capsys.readouterr().out == '{"a": [null, 1]}\n'
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix"])
@@ -613,6 +614,7 @@ def test_zoo_train_rejects_options_of_heads(run, option):
         (["--minutes", "2", "--heads", "eagle"], "--layers and --minutes belong to --draft"),
         (["--draft", "--minutes", "nan"], "--minutes is nan; it must be positive and finite"),
         (["--draft", "--minutes", "-5"], "--minutes is -5; it must be positive and finite"),
+        (["--draft", "--quick", "--minutes", "9"], "--quick and --minutes both say how long"),
         (["--draft", "--heads", "eagle"], "--heads and --draft train different things"),
         (["--draft", "--layers", "12"], "a target of 12 layers keeps 1 to 11 of them"),
     ],

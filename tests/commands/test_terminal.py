@@ -72,8 +72,9 @@ def test_commands_write_through_it(capsys):
     assert "\x1b]0" not in capsys.readouterr().err
 
 
-def test_json_on_a_terminal_holds_no_controls():
-    text = options.json_text({"text": NASTY + "é漢"})
+def test_json_on_a_terminal_holds_no_controls(capsys):
+    options.print_json({"text": NASTY + "é漢"})
+    text = capsys.readouterr().out
     assert harmless(text) == text
     assert "é漢" in text
     assert json.loads(text) == {"text": NASTY + "é漢"}

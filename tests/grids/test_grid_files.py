@@ -56,6 +56,7 @@ def folder(tmp_path):
     """A folder for grids, beside a notebook whose cells read every parameter."""
     (tmp_path / "grids").mkdir()
     write(tmp_path / "reader.ipynb", "print(x, how, rate, seed, names, rates, flag, maybe)")
+    write(tmp_path / "sized.ipynb", "print(max_new_tokens)", parameters="max_new_tokens: int = 3")
     return tmp_path / "grids"
 
 
@@ -217,6 +218,25 @@ def test_only_selects_points_by_value(load, asked):
         assert "no point has how a,b" in said
 
 
+@pytest.mark.parametrize(
+    ("asked", "chosen"), [("null", None), ("1, 2", [1, 2]), ("['a b', c]", ["a b", "c"])]
+)
+def test_only_selects_lists_and_their_absence(load, folder, asked, chosen):
+    write(folder / "lists.ipynb", "print(xs)", parameters="xs: list | None = None")
+    spec = {"notebook": "lists.ipynb", "grid": {"xs": [None, [1, 2], ["a b", "c"]]}}
+    assert [p.params["xs"] for p in load(spec, only=[f"xs={asked}"])] == [chosen]
+
+
+def test_labels_differ_where_only_the_ends_of_long_values_or_the_grids_do(folder):
+    long = [f"{'deep/' * 20}{name}" for name in "ab"]
+    files = [folder / "one.yaml", folder / "two.yaml"]
+    for x, file in enumerate(files):
+        file.write_text(yaml.safe_dump(GOOD | {"fixed": {"x": x}, "grid": {"how": long}}))
+    labels = [point.label for point in grid.load(files)]
+    assert len({*labels}) == 4
+    assert labels[0].startswith("one: reader how=deep/deep/")
+
+
 def test_only_filters_includes_and_drops_other_notebooks(folder):
     write(folder / "other.ipynb", "print(y)", parameters="y: int = 1")
     (folder / "a.yaml").write_text(HEAD + "grid: {x: [1]}\ninclude: [{x: 5}, {x: 6}]")
@@ -371,6 +391,7 @@ BAD = {
     "homoglyph": (HEAD + "fixed: {ѕeed: 1}", 2, "not a parameter name"),
     "empty name": (HEAD + "fixed: {'': 1}", 2, "not a parameter name"),
     "secret name": (HEAD + "fixed: {api_key: abc}", 2, "secret"),
+    "near one": ("notebook: ../sized.ipynb\nfixed: {max_new_token: 6}", 2, "'max_new_tokens'"),
     "secret value": (HEAD + f"fixed: {{how: hf_{'a' * 30}}}", 2, "secret"),
     "secret in a list": (HEAD + f"fixed: {{names: [a, AKIA{'A' * 16}]}}", 2, "secret"),
     "secret in an address": (HEAD + "fixed: {how: 'https://me:hush@host/x'}", 2, "secret"),
@@ -459,6 +480,12 @@ def test_bad_file_is_refused_with_its_line_and_reason(load, case):
 def test_type_mismatch_shows_the_parameters_help(load):
     [line] = refusal(load, f"notebook: {ACCEPTANCE}\nfixed: {{gamma: three}}")
     assert line == "2: fixed.gamma needs a whole number, not 'three' (gamma: draft length)"
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "1e400"])
+def test_text_of_no_finite_number_gets_no_advice(load, text):
+    said = refusal(load, HEAD + f"fixed: {{rate: {text}}}")
+    assert said == [f"2: fixed.rate needs a number, not {text!r}"]
 
 
 def test_date_for_a_number_is_two_problems(load):

@@ -840,7 +840,7 @@ def test_status_says_why_a_point_is_new(store, points, before, reason):
     (earlier / results.POINT).write_text(json.dumps(record))
     assert progress.reasons_to_run([done, never]) == {done.run_key: reason}
     assert progress.explain_reruns([done, never]) == [
-        f"1 point runs again, old results are kept: {reason}"
+        f"1 point to run again, old results are kept: {reason}"
     ]
     details = progress.status([done, never]).columns[3].cells
     assert [text.plain for text in details] == [reason, ""]

@@ -46,7 +46,7 @@ def one_thread(monkeypatch):
 
 @pytest.fixture(scope="module")
 def plain():
-    with kernels.Kernels(forked=False) as k:
+    with kernels.Kernels(why="as requested") as k:
         yield k
 
 
@@ -463,7 +463,7 @@ import nbclient, nbformat
 from specexp.grids import kernels
 
 folder, modules, state, cell = Path(sys.argv[1]), *sys.argv[2:]
-with kernels.Kernels(modules.split(), state != "plain") as k, k.worker() as worker:
+with kernels.Kernels(modules.split(), "plain" * (state == "plain")) as k, k.worker() as worker:
     print(k.server.pid, k.folder, flush=True)
     with worker.kernel(dict(os.environ), folder, folder / "log", 0) as km:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
@@ -499,7 +499,7 @@ def test_long_temporary_folder_name(go, tmp_path, monkeypatch, length):
     long = home / ("x" * (length - len(str(home)) - 1))
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with kernels.Kernels(forked=False) as k, k.worker() as worker:
+    with kernels.Kernels(why="as requested") as k, k.worker() as worker:
         assert k.folder.is_relative_to(long) == (length == 74)
         assert go(worker, "print(1)") == ["1"]
     long.rmdir()
@@ -510,7 +510,7 @@ def test_kernels_are_forked_only_on_linux(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         assert kernels.Kernels().how == "plain kernels (no safe fork on darwin)"
-    assert kernels.Kernels(forked=False).how == "plain kernels (as requested)"
+    assert kernels.Kernels(why="as requested").how == "plain kernels (as requested)"
 
 
 def test_reply_whose_arrival_woke_nobody_ends_a_cell(monkeypatch):

@@ -260,7 +260,18 @@ def test_worker_with_other_code_refuses(points, tmp_path, monkeypatch):
         run(point, tmp_path, print)
 
 
-def test_packed_folder_survives_the_way_back(tmp_path):
+@ray
+def test_full_disk_of_a_worker_fails_its_point_alone(points, tmp_path, monkeypatch):
+    [point] = points(x=[1])
+    machines = OnRay([point])
+    full = Outcome("far", {}, ("disk", "No space left on device", ""))
+    monkeypatch.setattr(machines, "_outcome", lambda *asked: full)
+    with machines.worker(0) as run, pytest.raises(Failure, match="on far: No space left") as found:
+        run(point, tmp_path, print)
+    assert found.value.kind == "lost"
+
+
+def test_packed_folder_survives_the_way_back(tmp_path, monkeypatch):
     there, here = tmp_path / "there", tmp_path / "here"
     (there / "figures").mkdir(parents=True)
     here.mkdir()
@@ -273,22 +284,24 @@ def test_packed_folder_survives_the_way_back(tmp_path):
     assert {str(p.relative_to(here)): p.read_bytes() for p in here.rglob("*") if p.is_file()} == (
         written
     )
-    data, failure = packed(there, None, most=2000)
+    monkeypatch.setattr(cluster, "MOST_BYTES", 2000)
+    data, failure = packed(there, None)
     assert failure is not None
     assert failure[0] == "invalid-result"
     fresh = tmp_path / "fresh"
     fresh.mkdir()
     unpack(data, fresh)
     assert {p.name for p in fresh.rglob("*") if p.is_file()} == {"a", "b.png"}
-    assert packed(there, ("oom", "before", ""), most=2000)[1] == ("oom", "before", "")
+    assert packed(there, ("oom", "before", ""))[1] == ("oom", "before", "")
 
 
 @pytest.mark.parametrize("name", ["../escaped", "figures/../../escaped", "/absolute", "long"])
-def test_unpacking_writes_only_into_its_folder(tmp_path, name):
+def test_unpacking_writes_only_into_its_folder(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(cluster, "MOST_BYTES", 2000)
     folder = tmp_path / "attempt"
     folder.mkdir()
     name = str(tmp_path) + name if name == "/absolute" else name
     with pytest.raises(Failure) as found:
-        unpack({name: b"x" * (3000 if name == "long" else 10)}, folder, most=2000)
+        unpack({name: b"x" * (3000 if name == "long" else 10)}, folder)
     assert found.value.kind == "invalid-result"
     assert list(tmp_path.rglob("*")) == [folder]

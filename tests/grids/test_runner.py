@@ -24,11 +24,12 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE
 from rich.console import Console
 from support.processes import alive, until
+from support.stores import problems
 
 from specexp.grids import points as grid
 from specexp.grids import progress
 from specexp.grids import runner as run
-from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, _tidy
+from specexp.grids.execute import NOTEBOOK, PAGE, WIDGET, _check, _tidy
 from specexp.grids.machines import local
 from specexp.grids.progress import ERROR, Failure
 from specexp.terminal import harmless
@@ -319,7 +320,7 @@ def test_store_path_may_hold_any_character(tmp_path, monkeypatch):
     assert f"runs       {store}/mlflow.db\n" in said
     assert (store / "mlflow.db").is_file()
     assert sorted(p.name for p in tmp_path.iterdir()) == [name]
-    assert audit.problems() == []
+    assert problems() == []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", runs.backend().uri)
     assert runs.backend().file == store / "mlflow.db"
     assert len(runs.runs()) == 1
@@ -498,13 +499,25 @@ def test_point_claimed_elsewhere_is_waited_for(store, points):
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
 
-def test_two_reasons_to_wait_are_each_said_once():
+def test_points_of_one_label_are_two_rows(points):
+    console = Console(record=True, width=100)
+    board = progress.Board(console, 2)
+    first, second = (replace(point, label="same") for point in points(x=[1, 2]))
+    for point in (first, second):
+        board.began(point)("at work")
+    board.ended(first, "done")
+    assert [task.description for task in board._rows.tasks] == ["1 done, 0 failed of 2", "same"]
+    board.ended(second, "done")
+    assert console.export_text().count(" s  same") == 2
+
+
+def test_two_reasons_to_wait_are_each_said_once(points):
     console = Console(record=True, width=100)
     board = progress.Board(console, 2)
     for _ in range(3):
         board.say("waiting for x", once=True)
         board.say("waiting with y", once=True)
-    board.ended("x", "done")
+    board.ended(points(x=[1])[0], "done")
     board.say("waiting with y", once=True)
     said = console.export_text()
     assert (said.count("waiting for x"), said.count("waiting with y")) == (1, 2)
@@ -601,6 +614,31 @@ def test_timed_point_waits_for_other_runners_timing_here(store, points, monkeypa
     through(timed)
     assert taken == [False, True, True, True]
     assert done[-1] == timed
+
+
+def test_stores_of_a_user_time_in_turn_on_one_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "LOCKS", tmp_path / "locks")
+    monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "one"))
+    with Here.timing_lock() as first:
+        monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "other"))
+        with Here.timing_lock() as second:
+            assert (first, second) == (True, False)
+    assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "theirs").symlink_to(tmp_path / "locks")
+    monkeypatch.setattr(local, "LOCKS", tmp_path / "theirs")
+    with Here.timing_lock() as ours:
+        assert ours
+        assert len(results.listed("claims")) == 1, "somebody took the name: the store's own"
+
+
+@pytest.mark.parametrize("devices", [("cpu", "GPU"), ("GPU", "GPU")])
+def test_kernels_are_not_forked_for_points_that_are_all_on_a_gpu(points, devices):
+    todo = [
+        replace(p, identity=replace(p.identity, parts=p.identity.parts | {"device": device}))
+        for p, device in zip(points(x=[1, 2]), devices, strict=True)
+    ]
+    how = "forked kernels" if "cpu" in devices else "plain kernels (all points are on a GPU)"
+    assert Here(todo).how == f"in {how}"
 
 
 @pytest.mark.parametrize(
@@ -714,6 +752,8 @@ def test_doubtful_timings_are_shown_and_measured_again_on_request(store, written
     _, detail = table.columns[3].cells
     assert "doubtful: the load average was 7.5" in str(detail)
     assert table.caption == "2 done, 1 of these doubtful"
+    table = progress.status(written(1, 2, 3), report.of("grid of trifles"))
+    assert table.caption.startswith("2 done, 1 of these doubtful, 1 to do; about 0:00:")
     busy[0] = "0.5"
     assert again not in go(todo, retry_doubtful=True)[1]
     assert ran == [1, 2, 2]
@@ -806,6 +846,16 @@ def test_timings_of_an_untimed_notebook_are_refused(store, points):
     assert "it logs speedup/measured" in said
 
 
+def test_timings_of_a_rival_in_an_untimed_notebook_are_refused(points, tmp_path):
+    [point] = points(x=[1])
+    rival = {"metrics": {"speedup/measured": 1.5}, "series": {}}
+    record = {"params": point.params, "metrics": {}, "series": {}, "rivals": {"ngram": rival}}
+    (tmp_path / results.RESULT).write_text(json.dumps(record))
+    nbformat.write(nbformat.v4.new_notebook(), tmp_path / NOTEBOOK)
+    with pytest.raises(Failure, match="it logs speedup/measured"):
+        _check(replace(point, timed=False), tmp_path)
+
+
 def test_result_of_another_gpu_than_its_key_names_is_refused(store, points):
     """As of worker 1, which sees the second GPU, where keys name the first."""
     [point] = points(x=[1])
@@ -853,6 +903,17 @@ def test_long_mlflow_outage_loses_nothing(store, points, monkeypatch):
     assert code == 0
     assert "0 of 2 points to run" in said
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
+
+
+def test_result_that_mlflow_took_late_is_not_called_another_runners(store, written, monkeypatch):
+    monkeypatch.setattr(run, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(runs, "_publish", outage := Outage(1000))
+    assert go(written(1))[0] == 1
+    outage.left = 1
+    code, said = go(written(1))
+    assert code == 0
+    assert "done" in said
+    assert "by another runner" not in said
 
 
 def test_later_success_is_kept_during_an_mlflow_outage(store, points, monkeypatch):

@@ -7,8 +7,9 @@ import sqlite3
 from dataclasses import replace
 
 import pytest
+from mlflow.exceptions import MlflowException
 from rich.console import Console
-from support.stores import METRICS, active, go, run_of, shown
+from support.stores import METRICS, active, go, problems, run_of, shown
 
 from specexp.errors import UserError
 from specexp.grids import progress
@@ -67,8 +68,22 @@ def test_runs_that_mlflow_lost_are_published_again(store, written, how):
     assert f"{lacking} this run publishes again" in text
     assert "0 of 3 points to run" in text
     assert len(runs.runs()) == 2
-    assert audit.problems() == []
+    assert problems() == []
     assert presence.find_gaps(progress.shown_as(todo)).lines() == []
+
+
+def test_an_outage_takes_no_mark_and_a_run_that_is_gone_does(store, written, monkeypatch):
+    assert go(written(1))[0] == 0
+    [result] = (store / "results").iterdir()
+    locked = MlflowException("database is locked")
+    with monkeypatch.context() as patch:
+        patch.setattr(runs.client().__class__, "get_run", lambda *_: (_ for _ in ()).throw(locked))
+        with pytest.raises(StoreUnreachable):
+            presence.unmark(result)
+    assert runs.published(result)
+    older_database(store)
+    presence.unmark(result)
+    assert not runs.published(result)
 
 
 @pytest.mark.parametrize("what", ["all", "run"])
@@ -81,7 +96,7 @@ def test_files_that_mlflow_lost_are_published_again(store, written, what):
     count = "3 published runs" if what == "all" else "1 published run"
     line = f"MLflow lacks the files of {count}, which"
     assert presence.find_gaps(progress.shown_as(todo)).lines("X") == [f"{line} X publishes again"]
-    broken = audit.problems()
+    broken = problems()
     assert len(broken) == (3 if what == "all" else 1)
     lacking = "MLflow lacks its files: run its grid again, or `specexp store rebuild`"
     assert f"results/{todo[0].run_key}: {lacking}" in broken
@@ -90,7 +105,7 @@ def test_files_that_mlflow_lost_are_published_again(store, written, what):
     assert f"{line} this run publishes again" in text
     assert "0 of 3 points to run" in text
     assert shown() == before
-    assert audit.problems() == []
+    assert problems() == []
     assert "lacks" not in go(todo)[1]
 
 
@@ -124,7 +139,7 @@ def test_restored_experiment_shows_no_run_that_another_had_replaced(store, writt
     assert go(written(1, 2, 13))[0] == 1
     after = {run.info.run_id for run in active()}
     assert (len(before), len(after), after > before) == (2, 3, True)
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_failure_deleted_on_purpose_is_no_fault(store, written):
@@ -133,7 +148,7 @@ def test_failure_deleted_on_purpose_is_no_fault(store, written):
         assert go(todo, retry_failed=True)[0] == 1
     [run] = active()
     runs.client().delete_run(run.info.run_id)
-    assert audit.problems() == []
+    assert problems() == []
     assert go(todo)[0] == 1
     assert active() == []
 
@@ -153,7 +168,7 @@ def test_what_was_renamed_appears_under_its_new_name(store, written, tmp_path):
         assert set(frame["experiment"]) == {"new"}
         assert sorted(frame["name"]) == sorted(p.tags["name"] for p in now[:2])
         assert set(frame["tags.notebook"]) == {notebook.name}
-        assert audit.problems() == []
+        assert problems() == []
         assert "renamed as" not in go(now)[1]
 
 
@@ -170,7 +185,7 @@ def test_a_common_point_stays_in_the_experiment_of_the_grid_that_ran_it(store, w
     todo[0].file.unlink()  # then its points are the other's
     assert "renamed as" in go(theirs)[1]
     assert sorted(runs.runs("other")["params.x"]) == ["2", "3"]
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_a_result_that_a_grid_takes_again_is_the_current_one(store, written, monkeypatch):
@@ -192,7 +207,7 @@ def test_a_result_that_a_grid_takes_again_is_the_current_one(store, written, mon
     changed = (store / "results" / before[0].run_key).stat().st_mtime_ns
     go(before)
     assert (store / "results" / before[0].run_key).stat().st_mtime_ns == changed
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_rough_timings_do_not_supersede_careful_ones(store, points, written):
@@ -226,7 +241,7 @@ def test_experiment_renamed_in_mlflow_stays_one_whatever_the_grid_calls_it(store
         assert code == 0
         assert "lacks" not in text
         assert f"1 of {count} points to run" in text
-        assert audit.problems() == []
+        assert problems() == []
         assert set(runs.runs()["experiment"]) == {"renamed by hand"}
         assert len(runs.runs(name)) == len(active()) == count
     [experiment] = [e for e in runs.backend().experiments() if e.name != "Default"]
@@ -274,4 +289,4 @@ def test_marks_of_a_notebook_are_not_the_runners(store, written, monkeypatch, x)
     [run] = active()
     assert run.info.status == ("FINISHED" if x == 1 else "FAILED")
     assert runs.is_whole(run)
-    assert audit.problems() == []
+    assert problems() == []

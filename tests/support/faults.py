@@ -488,6 +488,7 @@ def _grid(job: dict[str, Any]) -> int:
     from specexp.commands import app
     from specexp.grids.machines import local
 
+    local.LOCKS = Path(os.devnull)  # as in `machines`
     if not job.get("real"):
         local.Here = quick_machines(job)  # type: ignore[misc, assignment]
     sys.argv = ["specexp", "grid", "run", *job["grids"], *job.get("arguments", ())]

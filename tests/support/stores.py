@@ -14,7 +14,7 @@ from support.machines import Idle
 from specexp.grids import runner as run
 from specexp.grids.machines import local
 from specexp.grids.progress import Failure
-from specexp.tracking import mlflow_store
+from specexp.tracking import audit, mlflow_store
 from specexp.tracking import runs as track
 
 METRICS = {"acceptance/rate": 0.5, "speedup/measured": 1.25}
@@ -58,6 +58,11 @@ def without_kernels(
     monkeypatch.setattr(local, "execute", execute)
     monkeypatch.setattr(local, "Here", Idle)
     return lambda *xs: points(x=list(xs))
+
+
+def problems() -> list[str]:
+    """Every violation of an invariant; empty if the store is consistent."""
+    return [line for invariant in audit.check() for line in invariant.broken]
 
 
 def first(mlruns):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from rich.console import Console
-from support.stores import METRICS, first, half, run_of, run_of_key
+from support.stores import METRICS, first, half, problems, run_of, run_of_key
 
 from specexp.tracking import audit, mlflow_view
 from specexp.tracking import results as store
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("copied_tables")
 
 
 def test_audit_of_intact_store_is_empty(filled):
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_values_are_rounded_for_mlflow_and_kept_whole(store, monkeypatch):
@@ -31,12 +31,12 @@ def test_values_are_rounded_for_mlflow_and_kept_whole(store, monkeypatch):
     with monkeypatch.context() as patch:  # as runs were published before
         patch.setattr(mlflow_view, "rounded", float)
         track.log("mine", {"x": 2}, logged, {"a/curve": [1 / 3]})
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_audit_of_missing_store_is_empty(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "nothing"))
-    assert audit.problems() == []
+    assert problems() == []
     assert not (tmp_path / "nothing").exists()
 
 
@@ -96,7 +96,7 @@ def test_audit_reports_each_violation(filled, how):
     """The controls: a check that finds nothing would pass everything."""
     breaks, said = BREAKS[how]
     breaks(first(filled))
-    found = audit.problems()
+    found = problems()
     assert found
     assert any(said in line for line in found), found
 
@@ -105,8 +105,8 @@ def test_audit_reports_each_violation(filled, how):
 def test_audit_skips_claimed_points(filled, how):
     BREAKS[how][0](first(filled))
     with store.claim(first(filled).name):
-        assert audit.problems() == []
-    assert audit.problems()
+        assert problems() == []
+    assert problems()
 
 
 def between_looks(monkeypatch, then):
@@ -117,7 +117,7 @@ def test_audit_ignores_what_only_one_look_finds(filled, monkeypatch):
     result = first(filled)
     away = result.rename(filled / "away")
     between_looks(monkeypatch, lambda: away.rename(result))
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_audit_reports_what_two_looks_find(filled, monkeypatch):
@@ -131,7 +131,7 @@ def test_audit_reports_what_two_looks_find(filled, monkeypatch):
         store.new_attempt("just-begun")
 
     between_looks(monkeypatch, then)
-    [line] = audit.problems()
+    [line] = problems()
     assert lasting.name in line
 
 
@@ -146,7 +146,7 @@ def test_audit_sees_damage_after_a_busy_database(filled, monkeypatch):
         return real()
 
     monkeypatch.setattr(audit, "_shown", busy)
-    [line] = audit.problems()
+    [line] = problems()
     assert "is missing" in line
 
 
@@ -158,7 +158,7 @@ def test_audit_reports_unreachable_store(filled, monkeypatch):
         raise StoreUnreachable(f"no answer to connection {len(looks)}")
 
     monkeypatch.setattr(audit, "_shown", away)
-    assert audit.problems() == ["no answer to connection 2"]
+    assert problems() == ["no answer to connection 2"]
 
 
 def test_audit_ignores_point_finished_meanwhile(filled, monkeypatch):
@@ -172,5 +172,5 @@ def test_audit_ignores_point_finished_meanwhile(filled, monkeypatch):
         return real()
 
     monkeypatch.setattr(audit, "_shown", slowly)
-    assert audit.problems() == []
+    assert problems() == []
     assert len(looks) == 2

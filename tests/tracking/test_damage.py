@@ -11,10 +11,10 @@ from itertools import product
 
 import pytest
 from conftest import one_in
-from support.stores import METRICS, first, go, half, quiet, run_of, shown
+from support.stores import METRICS, first, go, half, problems, quiet, run_of, shown
 
 from specexp.grids.machines import local
-from specexp.tracking import audit, mlflow_store, rebuild, results
+from specexp.tracking import mlflow_store, rebuild, results
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import StoreCorrupt, StoreUnreachable
 
@@ -78,11 +78,11 @@ def test_damaged_database_is_reported_and_rebuilt(filled, written, how):
     assert code == 4
     assert "specexp store rebuild" in said
     assert not (filled / "results" / written(2)[0].run_key).exists()
-    assert any("specexp store rebuild" in line for line in audit.problems())
+    assert any("specexp store rebuild" in line for line in problems())
     made = rebuild.rebuild(quiet())
     assert (made.results, made.failures) == (4, 1)
     assert any("damaged-" in p.name for p in made.aside)
-    assert audit.problems() == []
+    assert problems() == []
     assert shown() == before
 
 
@@ -96,7 +96,7 @@ def test_foreign_database_is_refused_by_every_reader(filled, how):
             reads()
     with pytest.raises(StoreCorrupt, match="results are safe"):
         track.log("mine", {"drafter": "ngram"}, METRICS)
-    assert any("specexp store rebuild" in line for line in audit.problems())
+    assert any("specexp store rebuild" in line for line in problems())
 
 
 def test_database_deleted_in_mid_grid_loses_no_result(store, written, monkeypatch):
@@ -116,7 +116,7 @@ def test_database_deleted_in_mid_grid_loses_no_result(store, written, monkeypatc
     rebuild.rebuild(quiet())
     monkeypatch.setattr(local, "execute", real)
     assert go(todo)[0] == 0
-    assert audit.problems() == []
+    assert problems() == []
     assert {r[2] for r in shown()} == {"FINISHED"}
 
 
@@ -144,7 +144,7 @@ def test_unreadable_result_is_published_later(store, written, monkeypatch, numbe
     assert code == 1
     assert f"error: [Errno {number}]" in said
     assert go(written(1, 2))[0] == 0
-    assert audit.problems() == []
+    assert problems() == []
     assert len(shown()) == 2
 
 
@@ -161,7 +161,7 @@ def test_journal_of_a_killed_writer_is_used(filled):
     killed = subprocess.run([sys.executable, "-c", code, filled / "mlflow.db"], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert (filled / "mlflow.db-wal").stat().st_size
-    assert audit.problems() == []
+    assert problems() == []
     assert set(track.runs()["name"]) == {"renamed"}
 
 
@@ -179,7 +179,7 @@ def test_journal_of_a_deleted_database_is_not_used(filled):
         track.initialise()
     made = rebuild.rebuild(quiet())
     assert any(p.name.endswith("-wal") for p in made.aside)
-    assert audit.problems() == []
+    assert problems() == []
     assert set(track.runs()["name"]) == {"ngram by hand"}
 
 
@@ -202,17 +202,17 @@ def test_torn_failure_is_skipped_and_run_again(store, written, how, name, told):
     if not told:
         track.client().delete_run(run_of(torn))
         (torn / ".published").unlink()
-    assert audit.problems() == []
+    assert problems() == []
     made = rebuild.rebuild(quiet())
     assert (made.results, made.failures) == (1, 0)
     assert set(made.torn) <= {torn}
-    assert audit.problems() == []
+    assert problems() == []
     assert [state for _, _, state, *_ in shown()] == ["FINISHED"]
     code, said = go(todo)
     assert code == 1
     assert "1 of 2 points to run" in said
     assert len(list((store / "failed").iterdir())) == 2
-    assert audit.problems() == []
+    assert problems() == []
     code, said = go(todo)
     assert "0 of 2 points to run" in said
     assert "error: planted" in said
@@ -224,7 +224,7 @@ def test_failure_is_kept_without_its_error_text(store, written, how):
     assert go(todo)[0] == 1
     [kept] = (store / "failed").iterdir()
     TORN[how](kept / "error.txt")
-    assert audit.problems() == []
+    assert problems() == []
     assert rebuild.rebuild(quiet()).failures == 1
     code, said = go(todo)
     assert code == 1
@@ -235,9 +235,9 @@ def test_failure_is_kept_without_its_error_text(store, written, how):
 def test_deleted_experiment_is_restored_by_next_point(store, written):
     assert go(written(1))[0] == 0
     track.client().delete_experiment(track.experiment_id("grid of trifles"))
-    assert audit.problems() == [], "it was on purpose"
+    assert problems() == [], "it was on purpose"
     assert go(written(1, 2))[0] == 0
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_run_duplicated_by_a_lost_answer_is_replaced(filled):
@@ -245,7 +245,7 @@ def test_run_duplicated_by_a_lost_answer_is_replaced(filled):
     half(first(filled))
     (first(filled) / ".published").unlink()
     track.publish(first(filled))
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_new_database_has_the_version_by_which_its_tables_are_known(migrated):

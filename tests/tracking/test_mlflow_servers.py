@@ -19,11 +19,11 @@ from rich.console import Console
 from support import stores
 from support.artifacts import digests
 from support.servers import Mlflow, free_port, postgres
-from support.stores import METRICS, go
+from support.stores import METRICS, go, problems
 
 from specexp.commands import app
 from specexp.grids import runner
-from specexp.tracking import audit, compare, mlflow_server, rebuild, runs
+from specexp.tracking import compare, mlflow_server, rebuild, runs
 from specexp.tracking import results as disk
 from specexp.tracking.mlflow_store import Backend
 
@@ -93,13 +93,13 @@ def test_ui_server_refuses_foreign_hosts_and_places_and_keeps_runs(
         mlflow.stop()
         runs.log("mine", {"drafter": "later"}, METRICS)
         assert "connection refused" in capsys.readouterr().out
-        [told] = audit.problems()
+        [told] = problems()
         assert "connection refused" in told
         mlflow.start()
-        assert any("0 times" in line for line in audit.problems())
+        assert any("0 times" in line for line in problems())
         rebuild.rebuild(Console(quiet=True))
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert audit.problems() == []
+    assert problems() == []
     assert len(runs.runs()) == 4
 
 
@@ -215,7 +215,7 @@ def test_server_of_the_page_takes_a_rebuild_once(store, tmp_path, monkeypatch, d
         monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.url)
         for _ in range(2):
             assert rebuild.rebuild(Console(quiet=True)).results == 3
-            assert audit.problems() == []
+            assert problems() == []
         place = runs.backend()
         [mine] = [e for e in place.experiments() if e.name == "mine"]
         every = place.client.search_runs([mine.experiment_id], run_view_type=ViewType.ALL)
@@ -252,7 +252,7 @@ def restarts_in_mid_grid(store, slow, served, place):
             code, said = go(slow(*range(8)))
         assert code == 0
         assert mlflow.url in said
-        assert audit.problems() == []
+        assert problems() == []
         assert len(runs.runs()) == 8
         assert not (store / "mlflow.db").exists() or place.file
 
@@ -284,7 +284,7 @@ def test_next_grid_run_publishes_after_server_outage(store, written, served, mon
         code, said = go(written(1, 2, 3))
         assert code == 0
         assert "0 of 3 points to run" in said
-        assert audit.problems() == []
+        assert problems() == []
 
 
 def _publishes(root, uri, number):
@@ -315,7 +315,7 @@ def test_postgres_takes_four_writers_and_a_rebuild(tmp_path, monkeypatch, migrat
         for n in (0, 1):
             monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / str(n)))
             monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.url)
-            assert audit.problems() == []
+            assert problems() == []
         assert len(runs.runs()) == 20
 
         monkeypatch.delenv("MLFLOW_TRACKING_URI")
@@ -327,7 +327,7 @@ def test_postgres_takes_four_writers_and_a_rebuild(tmp_path, monkeypatch, migrat
         for address in (mlflow.url, mlflow.place.uri):  # the second finds all of them there
             monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
             assert rebuild.rebuild(quiet).results == 3
-            assert audit.problems() == []
+            assert problems() == []
             assert len(runs.runs()) == 23
         seen = " ".join(
             " ".join(psutil.Process(p.pid).cmdline())

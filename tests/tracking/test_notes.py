@@ -77,6 +77,10 @@ def test_note_names_the_command_where_the_page_cannot_be_kept(store, asking, mon
     monkeypatch.setattr(report, "page", lambda runs: (_ for _ in ()).throw(OSError(13, "no")))
     assert go(asking(1))[0] == 0
     assert "a report to send: `specexp report 'grid of trifles'`" in note()
+    track.client().rename_experiment(track.experiment_id("grid of trifles"), "renamed by hand")
+    assert go(asking(1, 2))[0] == 0
+    assert "a report to send: `specexp report 'grid of trifles'`" in note("renamed by hand")
+    assert len(report.of("grid of trifles")) == 2
 
 
 def test_note_of_runs_by_hand_has_no_grid_to_run(filled):

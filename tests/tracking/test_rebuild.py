@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from support.stores import METRICS, active, first, go, quiet, run_of_key, shown
+from support.stores import METRICS, active, first, go, problems, quiet, run_of_key, shown
 
 from specexp.errors import UserError
-from specexp.tracking import audit, rebuild
+from specexp.tracking import rebuild
 from specexp.tracking import results as store
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import Backend, StoreUnreachable
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("copied_tables")
 def test_rebuild_refuses_while_a_runner_works(filled):
     with store.claim("k"), pytest.raises(store.StoreBusy, match=str(os.getpid())):
         rebuild.rebuild(quiet())
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_killed_rebuild_can_be_repeated(filled, monkeypatch):
@@ -35,9 +35,9 @@ def test_killed_rebuild_can_be_repeated(filled, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         rebuild.rebuild(quiet())
     monkeypatch.setattr(track, "publish", real)
-    assert audit.problems()
+    assert problems()
     rebuild.rebuild(quiet())
-    assert audit.problems() == []
+    assert problems() == []
     assert shown() == before
 
 
@@ -85,12 +85,12 @@ def test_rebuild_adds_to_another_store_only_what_it_lacks(filled, written, monke
     here = shown()
     (tmp_path / "backup").mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/backup/mlflow.db")
-    assert len([line for line in audit.problems() if "0 times" in line]) == 5
+    assert len([line for line in problems() if "0 times" in line]) == 5
     keys = created(monkeypatch)
     rebuilt = rebuild.rebuild(quiet())
     assert (rebuilt.results, rebuilt.failures, rebuilt.aside) == (4, 1, ())
     assert len(keys) == 5
-    assert audit.problems() == []
+    assert problems() == []
     assert shown() == here
 
     stranger = track.client().create_run(track.experiment_id("mine"), tags={"run_key": "theirs"})
@@ -107,11 +107,11 @@ def test_rebuild_adds_to_another_store_only_what_it_lacks(filled, written, monke
     assert keys == [lost.name]
     assert stranger.info.run_id in {r.info.run_id for r in active()}
     track.client().delete_run(stranger.info.run_id)
-    assert audit.problems() == []
+    assert problems() == []
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     rebuild.rebuild(quiet())
-    assert audit.problems() == []
+    assert problems() == []
     assert len(shown()) == 6
 
 
@@ -134,7 +134,7 @@ def test_rebuild_that_was_killed_leaves_nothing_half_elsewhere(filled, monkeypat
     monkeypatch.setattr(Backend, "put", real)
     rebuild.rebuild(quiet())
     assert shown() == here
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_rebuild_to_a_place_that_cannot_be_is_one_line(filled, tmp_path, monkeypatch):

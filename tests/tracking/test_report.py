@@ -9,12 +9,12 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
-from support.stores import active, go, quiet
+from support.stores import active, go, problems, quiet
 
 from specexp.commands import app
 from specexp.errors import UserError
 from specexp.grids import grid_file
-from specexp.tracking import audit, compare, mlflow_view, presence, rebuild, report, results
+from specexp.tracking import compare, mlflow_view, presence, rebuild, report, results
 from specexp.tracking import runs as track
 
 HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\u202e"
@@ -124,6 +124,23 @@ def test_page_says_what_was_run_and_holds_a_grid_file_that_runs_it_again(store, 
         run.record["params"].items() <= point.items()
         for run, point in zip(part, points, strict=True)
     )
+
+
+@pytest.mark.parametrize("name", ["length", "exact", "accepted", "run", "threads", "driver"])
+def test_parameter_named_like_a_column_stands_beside_it(store, name):
+    for key, metrics, x in (("a", FAST, 7), ("b", SLOW, 8)):
+        facts = {"threads": f"{x}0", "driver": f"{x}00"}
+        committed(key, metrics | {"acceptance/rate": 0.5}, tags=facts, **{name: x})
+    cells = re.findall(r"<t[hd]>([^<]*)<", report.page(report.of("mine")))
+    assert cells.count(f"{name} (parameter)") == 1
+    assert {"7", "8", "70", "80", "700", "800", "2.50", "50%", "yes"} <= {*cells}
+
+
+def test_commands_name_the_flag_of_points_that_ran_together(store):
+    for name, together in (("a", "no"), ("b", "yes")):
+        committed(name, FAST, tags={"device": "cpu", "together": together})
+    grid = "specexp grid run 'of mine.yaml'"
+    assert report.commands_to_repeat(report.of("mine")) == [grid, f"{grid} --together"]
 
 
 def test_commands_say_that_a_commit_lacks_what_ran(store):
@@ -282,10 +299,10 @@ def test_answer_of_costs_is_the_smallest_and_certain_only_with_an_interval(store
 def test_regret_below_zero_is_a_gain_with_its_interval(store):
     ends = {"regret/worst": -0.12, "regret/worst_low": -0.24, "regret/worst_high": 0.01}
     committed("a", ends)
-    said = "12.0% [-1.0%, 24.0%] of tokens/s gained at worst against the best fixed policy"
+    said = "12.0% [-1.0, 24.0] of tokens/s gained at worst against the best fixed policy"
     [run] = report.of("mine")
     assert said in report.answer([run])
-    assert mlflow_view.short_answers(run.record) == ["12.0% [-1.0%, 24.0%] gained"]
+    assert [brief for brief, _ in mlflow_view.answers(run.record)] == ["12.0% [-1.0, 24.0] gained"]
     committed("b", {"regret/worst": 0.02}, drafter="suffix")
     rows, _ = report.compared(report.of("mine"))
     assert [words.partition("%")[0] + words[-7:] for _, words, *_ in rows] == [
@@ -329,7 +346,7 @@ def test_widened_interval_of_a_share_stays_a_share(store):
     high = {"acceptance/rate": 0.97, "acceptance/rate_ci_low": 0.9, "acceptance/rate_ci_high": 1.0}
     committed("a", high)
     committed("b", {"acceptance/rate": 0.1}, drafter="suffix")
-    assert "97% [89%, 100%] accepted as one of 2 runs" in report.answer(report.of("mine"))
+    assert "97% [89, 100] accepted as one of 2 runs" in report.answer(report.of("mine"))
 
 
 @pytest.mark.parametrize("interval", [False, True])
@@ -383,6 +400,13 @@ def test_doubtful_timing_is_marked(store, metrics, tags, slower, reason):
     assert ("running: specexp grid run 'of mine.yaml' --retry-doubtful" in text) == bool(reason)
 
 
+def test_answer_in_mlflow_is_doubtful_if_the_pace_drifted(store):
+    for name, slower in (("a", 1.1), ("b", 1.6)):
+        track.publish(committed(name, FAST, drafter=name, rounds=_repeats(slower)))
+    answers = sorted(run.data.tags["answer"] for run in active())
+    assert answers == ["1.90x [1.80, 2.00]", "1.90x [1.80, 2.00] (doubtful)"]
+
+
 def test_a_reason_for_doubt_is_said_once_of_all_runs_that_it_holds_for(store):
     for name in ("a", "b"):
         committed(name, FAST, drafter=name, tags={"device": "cpu", "together": "yes"})
@@ -420,7 +444,7 @@ def test_a_result_of_a_changed_point_is_marked_and_left_out_of_the_view(store):
     in_view = track.backend().runs(experiment.experiment_id, state["searchFilter"])
     assert [run.data.tags["run_key"] for run in in_view] == ["b"]
     assert len(active()) == 2
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_results_that_do_not_exist_are_one_line_with_what_there_is(store, tmp_path):

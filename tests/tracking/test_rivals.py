@@ -2,10 +2,10 @@
 
 import pytest
 from support import artifacts
-from support.stores import METRICS, SERIES, active, first, quiet, run_of
+from support.stores import METRICS, SERIES, active, first, problems, quiet, run_of
 
 from specexp.errors import UserError
-from specexp.tracking import audit, presence, rebuild, report
+from specexp.tracking import presence, rebuild, report
 from specexp.tracking import runs as track
 
 RIVALS = {"ngram": ({"speedup/measured": 1.5, "speedup/ci_low": 1.4, "speedup/ci_high": 1.6},
@@ -39,7 +39,7 @@ def test_each_drafter_is_a_run_with_its_own_numbers(compared):
         "acceptance/at_position": 0.8, "speedup/at_batch": 0.9,
     }  # fmt: skip
     assert set(track.runs("mine")["params.drafter"]) == {"eagle", "ngram", "medusa"}
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_a_rivals_description_leads_to_the_files_of_the_run_that_has_them(compared):
@@ -57,7 +57,7 @@ def test_rebuild_and_publishing_twice_show_the_same_runs(compared):
     assert shown() == before
     rebuild.rebuild(quiet())
     assert shown() == before
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_publishing_that_stopped_between_the_runs_is_completed(compared):
@@ -65,7 +65,7 @@ def test_publishing_that_stopped_between_the_runs_is_completed(compared):
     before, ids = shown(), run_of(result).split()
     track.client().delete_run(ids[1])
     track.marker(result).unlink()
-    assert any("with ngram is in MLflow 0 times" in line for line in audit.problems())
+    assert any("with ngram is in MLflow 0 times" in line for line in problems())
     track.publish(result)
     assert shown() == before
     assert run_of(result).split()[::2] == ids[::2]

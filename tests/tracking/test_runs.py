@@ -19,7 +19,7 @@ from support.artifacts import digests
 from support.servers import Mlflow
 
 from specexp.errors import UserError
-from specexp.tracking import compare, mlflow_server, report
+from specexp.tracking import compare, mlflow_server, report, results
 from specexp.tracking import mlflow_view as view
 from specexp.tracking import runs as track
 from specexp.tracking.results import ROOT, root
@@ -274,6 +274,19 @@ def test_overview_shows_metrics_of_ones_own():
     assert list(view["latency/ms"]) == ["", "7"], "what answers is enough where there is an answer"
 
 
+def test_no_file_of_a_result_is_held_in_memory(store, monkeypatch):
+    attempt = results.new_attempt("a")
+    (attempt / results.RESULT).write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
+        assert results.intact(results.commit(attempt, "a", {}))
+
+
+def test_curves_of_runs_without_a_drafter_have_none(store):
+    track.log("mine", {"x": 1}, METRICS, {"speedup/at_batch": [2.0]})
+    assert set(compare.curves(track.runs("mine"), "speedup/at_batch")["drafter"]) == {""}
+
+
 def test_overview_marks_lossy_and_simulated_figures():
     names = ["exact/pass", "exact/bugs", "throughput/tok_s", "acceptance/rate"]
     rows = [(1, 0, 9, 0.5), (0, 0, 9, 0.5), (0, 2, 9, 0.5), (1, 0, 9, 0.5)]
@@ -383,7 +396,7 @@ INTERVALS = {"speedup/ci_low": 1.204, "speedup/ci_high": 1.3, "acceptance/rate_c
         (
             METRICS | INTERVALS, {}, "1.25x [1.20, 1.30]",
             "**1.25x [1.20, 1.30] of plain decoding's speed**; "
-            "50% [40%, 61%] of draft tokens accepted",
+            "50% [40, 61] of draft tokens accepted",
         ),
         (METRICS | {"speedup/ci_low": 1.25, "speedup/ci_high": 1.25}, {}, "1.25x",
          "**1.25x of plain decoding's speed**; 50% of draft tokens accepted"),

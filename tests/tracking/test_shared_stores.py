@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.stores import go, shown
+from support.stores import go, problems, shown
 
 from specexp.commands import app
 from specexp.errors import UserError
 from specexp.grids import runner as run
 from specexp.grids.machines import local
-from specexp.tracking import audit, rebuild
+from specexp.tracking import rebuild
 from specexp.tracking import results as store
 from specexp.tracking import runs as track
 from specexp.tracking.mlflow_store import Backend, hidden
@@ -33,10 +33,10 @@ def test_moved_or_copied_store_works(filled, written, monkeypatch, tmp_path):
         moved(old, new)
         shutil.rmtree(old, ignore_errors=True)
         monkeypatch.setenv("SPECEXP_MLRUNS", str(new))
-        assert audit.problems() == []
+        assert problems() == []
         assert shown() == before
     assert go(written(1, 2))[0] == 0
-    assert audit.problems() == []
+    assert problems() == []
     assert not filled.exists()
 
 
@@ -60,7 +60,7 @@ def test_copied_store_keeps_end_times(filled, written, monkeypatch, tmp_path):
     rebuild.rebuild(Console(quiet=True))
     assert ends() == before
     assert run.failures_of(todo) == failures
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def locked(db: Path, seconds: float) -> threading.Thread:
@@ -93,7 +93,7 @@ def test_locked_database_is_waited_for(store, written, monkeypatch, seconds):
     monkeypatch.setattr(local, "execute", locks)
     assert go(written(1, 2))[0] == 0
     held[0].join()
-    assert audit.problems() == []
+    assert problems() == []
     assert len(shown()) == 2
 
 
@@ -114,7 +114,7 @@ def test_next_run_publishes_after_a_long_lock(store, written, monkeypatch):
     assert "run the same command again" in said
     held[0].join()
     assert go(written(1, 2))[0] == 0
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_constant_reader_does_not_disturb_a_grid(store, written):
@@ -132,7 +132,7 @@ def test_constant_reader_does_not_disturb_a_grid(store, written):
         stop.set()
         reader.join()
     assert read
-    assert audit.problems() == []
+    assert problems() == []
 
 
 def test_stores_sharing_a_server_keep_apart(tmp_path, migrated, monkeypatch, written):
@@ -144,11 +144,11 @@ def test_stores_sharing_a_server_keep_apart(tmp_path, migrated, monkeypatch, wri
         code, said = go(todo)
         assert code == 1
         assert str(tmp_path / "shared.db") in said
-        assert audit.problems() == []
+        assert problems() == []
     assert sorted(r[2] for r in shown()) == ["FAILED", "FAILED", "FINISHED", "FINISHED"]
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path / "mine"))
     assert go(todo, force=True)[0] == 1
-    assert audit.problems() == []
+    assert problems() == []
     assert len([r for r in shown() if r[2] == "FINISHED"]) == 2
 
 

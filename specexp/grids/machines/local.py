@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,9 @@ from specexp.tracking import results
 if TYPE_CHECKING:
     from specexp.grids.machines.ray import OnRay
 
+LOCKS = Path(tempfile.gettempdir(), f"specexp-{os.getuid()}")
 # Runs a point into an attempt folder; returns the machine's name. Raises Failure.
-Worker: TypeAlias = Callable[[Point, Path, Watch], str]
+Execute: TypeAlias = Callable[[Point, Path, Watch], str]
 Machines: TypeAlias = "Here | OnRay"  # where points run; a context manager around all of them
 
 
@@ -27,9 +29,10 @@ class Here:
     """This machine. With several GPUs, worker i sees only GPU i, unless a point names a device."""
 
     def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
-        self._kernels = kernels.Kernels(
-            notebooks.modules_of(sorted({p.notebook for p in points})), forked
-        )
+        modules = notebooks.modules_of(sorted({p.notebook for p in points}))
+        on_cpu = any(p.identity.parts.get("device") == "cpu" for p in points)
+        why = "all points are on a GPU" * (not on_cpu) if forked else "as requested"
+        self._kernels = kernels.Kernels(modules, why)
         self._workers: dict[int, kernels.Worker] = {}
 
     @property
@@ -38,14 +41,17 @@ class Here:
         return f"in {self._kernels.how}"
 
     def at_once(self, jobs: int | None, alone: bool) -> int:
-        """How many points run in parallel, given `jobs` or None. `alone`: those that each need a
-        machine to themselves."""
+        """How many points run at once, given `jobs` or None. `alone`: each needs a machine."""
         return 1 if alone else jobs or 1
 
     @staticmethod
     def timing_lock() -> contextlib.AbstractContextManager[bool]:
-        """A lock around a timed point: yields False if another runner is timing here."""
-        return results.claim(f"timing-{socket.gethostname()}")
+        """A lock around a timed point: yields False if another runner of this user is timing on
+        this machine, whatever its store."""
+        with contextlib.suppress(OSError):
+            LOCKS.mkdir(mode=0o700, exist_ok=True)
+        own = results.is_folder(LOCKS) and LOCKS.stat().st_uid == os.getuid()  # else the store's
+        return results.claim(f"timing-{socket.gethostname()}", LOCKS if own else None)
 
     def __enter__(self) -> Here:
         self._kernels.__enter__()
@@ -55,7 +61,7 @@ class Here:
         self._kernels.__exit__(*exception)
 
     @contextlib.contextmanager
-    def worker(self, number: int) -> Iterator[Worker]:
+    def worker(self, number: int) -> Iterator[Execute]:
         """Worker 0, 1, 2 ..., each for one thread."""
         with self._kernels.worker() as worker:
             self._workers[number] = worker

@@ -28,7 +28,7 @@ import torch
 from specexp.errors import UserError
 from specexp.grids import identity, kernels, notebooks
 from specexp.grids.execute import Watch, execute
-from specexp.grids.machines.local import Here, Worker
+from specexp.grids.machines.local import Execute, Here
 from specexp.grids.points import Point
 from specexp.grids.progress import Failure
 from specexp.tracking import provenance, results
@@ -55,8 +55,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a task: the files of the attempt folder by their paths there; kind, message,
-    traceback of a failure."""
+    """A task's result: the files of its folder by path; kind, message, traceback of a failure."""
 
     node: str
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -79,13 +78,13 @@ class Mailbox:
 # --- on a worker ---------------------------------------------------------------------------------
 
 
-def task(todo: Task, mailbox: Any, number: int) -> Outcome:
-    """Run a task on a worker."""
-    return run(todo, lambda message: mailbox.say.remote(number, message))
+def run(task: Task, mailbox: Any = None, number: int = 0) -> Outcome:
+    """Execute a task on this machine; its progress goes to the mailbox under this number."""
 
+    def watch(message: str) -> None:
+        if mailbox:
+            mailbox.say.remote(number, f"on {node}, {message}")
 
-def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
-    """Execute a task on this machine."""
     node = socket.gethostname()
     os.environ.update(task.environment)
     if _imported() != task.code:
@@ -94,16 +93,13 @@ def run(task: Task, watch: Watch = lambda message: None) -> Outcome:
     if how := _differs(task.point):
         message = f"this machine is of another kind than the runner's: {how}"
         return Outcome(node, failure=("error", message, ""))
-    watch(f"on {node}, starting")
+    watch("starting")
     point = replace(task.point, notebook=results.ROOT / task.point.notebook)
     with tempfile.TemporaryDirectory(prefix="specexp-") as name:
         folder, failure = Path(name), None
         try:
             worker = _worker(task.modules, task.forked, os.environ.get("OMP_NUM_THREADS"))
-            execute(
-                point, folder, worker,
-                lambda message: watch(f"on {node}, {message}"), task.environment,
-            )  # fmt: skip
+            execute(point, folder, worker, watch, task.environment)
         except Failure as e:
             failure = e.kind, str(e), traceback.format_exc()
         return Outcome(
@@ -129,28 +125,27 @@ def _imported() -> str:
 @cache
 def _worker(modules: tuple[str, ...], forked: bool, threads: str | None) -> kernels.Worker:
     """What runs kernels for this process, kept for later tasks; `threads`: of its environment."""
-    return kernels.Worker(kernels.Kernels(modules, forked).__enter__())
+    return kernels.Worker(kernels.Kernels(modules, "" if forked else "as requested").__enter__())
 
 
 def packed(
-    folder: Path, failure: tuple[str, str, str] | None, most: int = MOST_BYTES
+    folder: Path, failure: tuple[str, str, str] | None
 ) -> tuple[dict[str, bytes], tuple[str, str, str] | None]:
-    """The files of a folder, smallest first and at most `most` bytes in all. If any are left out,
-    the returned failure says so."""
+    """A folder's files, smallest first, up to MOST_BYTES; the failure says if any are left out."""
     sizes = sorted((path.stat().st_size, path) for path in results.files_in(folder))
-    fit = [total <= most for total in accumulate(size for size, _ in sizes)]
+    fit = [total <= MOST_BYTES for total in accumulate(size for size, _ in sizes)]
     paths = [path for (_, path), fits in zip(sizes, fit, strict=True) if fits]
     if not all(fit):
         total_mb = f"{sum(size for size, _ in sizes) / 1e6:.0f}"
-        message = f"its folder holds {total_mb} MB, and at most {most / 1e6:.0f} MB are sent back"
+        message = f"its folder holds {total_mb} MB; at most {MOST_BYTES / 1e6:.0f} MB are sent back"
         failure = failure or ("invalid-result", message, "")
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}, failure
 
 
-def unpack(files: Mapping[str, bytes], folder: Path, most: int = MOST_BYTES) -> None:
+def unpack(files: Mapping[str, bytes], folder: Path) -> None:
     """Write what `packed` returned. Raises Failure for a path outside the folder."""
-    if sum(map(len, files.values())) > most:
-        raise Failure("invalid-result", f"more than {most / 1e6:.0f} MB came back")
+    if sum(map(len, files.values())) > MOST_BYTES:
+        raise Failure("invalid-result", f"more than {MOST_BYTES / 1e6:.0f} MB came back")
     for name, data in files.items():
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
@@ -207,7 +202,7 @@ class OnRay:
         self._refresh()
         self._gpus = any(gpus >= 1 for _, gpus in self._nodes)
         needy = [p for p in self._points if _device(p).startswith("cuda")]
-        self._task = ray.remote(max_retries=0)(task)
+        self._task = ray.remote(max_retries=0)(run)
         self._mailbox = ray.remote(num_cpus=0, max_restarts=-1)(Mailbox).remote()
         try:
             if needy and not self._gpus:
@@ -303,7 +298,7 @@ class OnRay:
         return Here.timing_lock() if own else contextlib.nullcontext(True)
 
     @contextlib.contextmanager
-    def worker(self, number: int) -> Iterator[Worker]:
+    def worker(self, number: int) -> Iterator[Execute]:
         yield partial(self._run, number)
 
     def kill(self) -> None:
@@ -311,9 +306,9 @@ class OnRay:
 
     def task_of(self, point: Point) -> Task:
         at = point.notebook.relative_to(results.ROOT)
-        return Task(
-            replace(point, notebook=at), self._modules, self._forked, self._code, self._environment
-        )
+        forked = self._forked and point.identity.parts["device"] == "cpu"
+        point = replace(point, notebook=at)
+        return Task(point, self._modules, forked, self._code, self._environment)
 
     def _run(self, number: int, point: Point, attempt: Path, watch: Watch) -> str:
         """Run a point into an attempt folder; up to RETRIES times again if its machine is lost.
@@ -341,6 +336,7 @@ class OnRay:
         unpack(outcome.files, attempt)
         if outcome.failure:
             kind, message, trace = outcome.failure
+            kind = "lost" if kind == "disk" else kind  # which is not the runner's
             raise Failure(kind, f"on {outcome.node}: {message}") from RuntimeError(trace)
         return outcome.node
 
