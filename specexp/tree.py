@@ -67,7 +67,7 @@ class Tree:
         """A chain of gamma draft tokens; gamma = 0 is plain decoding."""
         check_type("gamma", gamma, "int")
         if gamma < 0:
-            raise UserError(f"gamma is {gamma}; use 0 or more")
+            raise UserError(f"gamma is {gamma}; use 1 or more")
         _check_size("chain", gamma)
         return cls(tuple(range(-1, gamma)))
 

@@ -36,7 +36,7 @@ def test_tree_rejects_parents_out_of_breadth_first_order(parents):
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: Tree.chain(-1), "gamma is -1; use 0 or more"),
+        (lambda: Tree.chain(-1), "gamma is -1; use 1 or more"),
         (lambda: Tree.chain(2.5), "gamma is 2.5; it must be a whole number"),
         (lambda: Tree.chain(10**12), "draft at most 1024 a round"),
         (lambda: Tree.branching(3, 0), "a node with 0 children: use 1 or more"),

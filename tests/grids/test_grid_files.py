@@ -1018,7 +1018,7 @@ def test_check_rejects_policy_deeper_than_its_drafter():
     [
         ({"gammas": []}, "gammas is empty; give at least one"),
         ({"gammas": [0, 2]}, "gamma is 0, so nothing is drafted; use 1 or more"),
-        ({"gamma": -1, "drafter": "ngram"}, "gamma is -1; use 0 or more"),
+        ({"gamma": -1, "drafter": "ngram"}, "gamma is -1; use 1 or more"),
         ({"streams": []}, "streams is empty; give at least one"),
         ({"temperatures": [0.5, 1.0, 1]}, "temperatures holds 1 twice; leave one out"),
         ({"swing": 1.5}, "swing is 1.5; it is a share of the mean rate, from 0 to 1"),

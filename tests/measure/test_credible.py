@@ -47,7 +47,7 @@ def test_a_timing_that_cannot_be_is_marked_wherever_it_is_read(planted, store):
     assert ("x: " in title(figures.pairings.forest(ahead))) == calm
     record = {"params": {"drafter": "x"}, "metrics": metrics, "tags": {}}
     assert bool(mlflow_view.doubts(record)) != calm
-    [answer, *_] = mlflow_view.short_answers(record)
+    answer = mlflow_view.answer_tags(record)["answer"]
     assert answer.endswith(" (doubtful)") != calm
     assert ("(doubtful)" in mlflow_view.answer_tags(record)[mlflow_view.NOTE]) != calm
     track.log("mine", {"drafter": "x"}, metrics, tags=IDLE)

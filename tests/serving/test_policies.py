@@ -46,7 +46,7 @@ class Own(Policy):
 @pytest.mark.parametrize(
     ("late", "said"),
     [
-        (lambda: Plan(Tree.chain(-2)), "gamma is -2; use 0 or more"),
+        (lambda: Plan(Tree.chain(-2)), "gamma is -2; use 1 or more"),
         (lambda: Plan(Tree.chain(9)), "chose a tree with room 10, more than its `widest` of 4"),
         (lambda: Plan(Tree.chain(2), hold=0), "holds its plan for 0 rounds: use 1 or more"),
         (lambda: Plan(2), "planned a int: plan a specexp.Tree, such as Tree.chain(5)"),
