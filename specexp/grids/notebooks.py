@@ -39,7 +39,7 @@ class Parameter:
     items: type | None = None
 
     def coerced(self, value: Any) -> Any:
-        """The value, whole numbers made floats where it is one, so that 1 and 1.0 are one point."""
+        """The value, with floats where they are expected, so that 1 and 1.0 are one point."""
         if isinstance(value, list) and self.items is float:
             return [float(v) + 0.0 for v in value]
         return float(value) + 0.0 if self.kind is float and value is not None else value
@@ -142,8 +142,7 @@ def is_name(name: str) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: one line of at most 60 characters, without control characters. Names
-    in one folder differ at their ends."""
+    """A value for a message: a printable line, whose middle is left out if it is long."""
     text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
     return text if len(text) <= 60 else f"{text[:27]}...{text[-30:]}"
 

@@ -71,7 +71,7 @@ def set_aside(attempt: Path, failure: Failure) -> Path:
 
 
 class Board:
-    """Thread-safe display of `total` points: a line for each that ended, live rows for others."""
+    """Thread-safe display of `total` points: a line for each that ended, a row while one runs."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console, self.total, self.done, self.failed = console, total, 0, 0

@@ -46,8 +46,7 @@ class Here:
 
     @staticmethod
     def timing_lock() -> contextlib.AbstractContextManager[bool]:
-        """A lock around a timed point: yields False if another runner of this user is timing on
-        this machine, whatever its store."""
+        """A lock around a timed point, for all stores of this user here: False if it is held."""
         with contextlib.suppress(OSError):
             LOCKS.mkdir(mode=0o700, exist_ok=True)
         own = results.is_folder(LOCKS) and LOCKS.stat().st_uid == os.getuid()  # else the store's
