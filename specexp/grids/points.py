@@ -145,9 +145,8 @@ def _points(
             found = replace(found, parts=found.parts | {"params": identity.digest(params)})
             key, name = identity.digest(found.parts), mlflow_view.run_name(written, varying, among)
             spec, file = grid.document.value, grid.path.parent.resolve() / grid.path.name
-            several = f"{grid.path.stem}: " * (len(report.files) > 1)
-            values = (f"{n}={shown(written[n])}" for n in varying)
-            label = " ".join([several + path.stem, *values])
+            first = grid.path.stem if len(report.files) > 1 else path.stem
+            label = " ".join([first, *(f"{n}={shown(written[n])}" for n in varying)])
             yield Point(name or path.stem, label, file, path, spec.get("experiment") or path.stem,
                         params, float(spec.get("timeout_s") or TIMEOUT_S), found, key,
                         grid.notebook.timed)  # fmt: skip

@@ -234,7 +234,7 @@ def test_labels_differ_where_only_the_ends_of_long_values_or_the_grids_do(folder
         file.write_text(yaml.safe_dump(GOOD | {"fixed": {"x": x}, "grid": {"how": long}}))
     labels = [point.label for point in grid.load(files)]
     assert len({*labels}) == 4
-    assert labels[0].startswith("one: reader how=deep/deep/")
+    assert labels[0].startswith("one how=deep/deep/")
 
 
 def test_only_filters_includes_and_drops_other_notebooks(folder):
