@@ -6,7 +6,6 @@ Only names and numbers are compared, so that a plan is checked without importing
 import os
 import pkgutil
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,8 +17,6 @@ from specexp.tree import Tree
 
 LEAST = 2.0**-126  # the least temperature; float32 rounds smaller ones to 0
 RULES = ("match", "reject", "block", "typical")
-WEIGHING = ("reject", "block", "lenient")  # kinds that judge a draft token by its q
-CHAINS_ONLY = ("block",)
 DEFAULTS = {"ngram": 3, "recycle": 8, "suffix": 16}  # the numbers of drafters that are given none
 LONG_MATCH = 4  # tokens; a lookup drafts where so many occurred before, else what is behind it
 BEHIND_LOOKUP = ("model", "eagle", "dflash", "mtp", "medusa", "early_exit")
@@ -65,25 +62,6 @@ def behind(method: str, argument: str) -> tuple[str, str]:
 def whole(text: str) -> int:
     """The whole number of 1 or more that a text is, written in digits alone; else 0."""
     return int(text) if re.fullmatch(r"[1-9][0-9]{0,8}", text) else 0
-
-
-def limits_of(method: str, argument: str, layers: int) -> Limits | None:
-    """The limits of a drafter that ships with specexp, except those that its heads set. None if the
-    drafter itself must be asked, or refuses the argument. layers: of the target."""
-    method, argument = behind(method, argument)
-    numbered = DEFAULTS | {"early_exit": max(1, layers // 4)}
-    if method in ("model", "eagle", "medusa", "dflash"):
-        return Limits(draws=True)
-    if method == "plain":
-        return None if argument else Limits()
-    with suppress(ValueError):
-        if method == "planted" and 0 <= float(argument.partition(",")[0] or 0.8) <= 1:
-            return Limits()
-        if method in numbered and (number := whole(argument or str(numbered[method]))):
-            if method == "early_exit":
-                return Limits(draws=True) if number < layers else None
-            return Limits(widest=number) if method == "recycle" else Limits()
-    return None
 
 
 def fit(

@@ -1,9 +1,8 @@
 """Whether the pairings that parameters name can be built, fit their context and memory, and may run
 their policies: found from files' heads, before a weight is loaded.
 
-Here facts are compared with what is asked for. Most are read from files alone (`from_files`). To
-find out others takes torch and transformers, which `zoo.known` imports when it is asked for one
-that is not in the cache.
+Here facts are compared with what is asked for. To find them out takes torch and transformers, which
+`zoo.known` imports when it is asked for one that is not in the cache.
 """
 
 import itertools
@@ -16,7 +15,7 @@ from typing import Any
 
 from specexp import fitting, objects
 from specexp.errors import UserError, first_line, refusing
-from specexp.measure import from_files, prompts
+from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
 from specexp.policy import PRICED
@@ -32,7 +31,6 @@ DEFAULTS: dict[str, Any] = {
     n: PARAMETERS[n].default
     for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
 }  # fmt: skip
-LEAST = 1 << 30  # bytes that every GPU has
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,9 @@ def _check_models(
 ) -> tuple[list[Candidate], int]:
     """The pairings that can be built, and the tokens of the longest prompt with its output."""
     target = params["target"]
-    facts = findings.check(_facts_of_target, target, known, blame=("target",))
-    if not facts:
+    there = findings.check(known, naming.locate, target, blame=("target",))
+    asking = known.cached, "specexp.names.facts_of_target", target
+    if not there or not (facts := findings.check(*asking, blame=("target",))):
         return [], 0
     pairings = []
     for options in each_pairing(params, wrong):
@@ -175,7 +174,8 @@ def _check_models(
     for prompt in texts:
         if params.get("chat") or prompt.chat:
             blame = ("chat", "target", "prompts")
-            n, answers = findings.check(_chat, target, prompt, known, blame=blame) or (0, 0)
+            asking = known.cached, facts_of_chat, target, *astuple(prompt)
+            n, answers = findings.check(*asking, blame=blame) or (0, 0)
         else:
             plain, blame = (_tokens_of, prompt.text, target, known), ("prompts", "target")
             n, answers = findings.check(known, *plain, blame=blame) or 0, 0
@@ -192,19 +192,6 @@ def _check_models(
             "target",
         )  # fmt: skip
     return pairings, longest
-
-
-def _facts_of_target(target: str, known: Known) -> Any:
-    if model := known(from_files.model, known(naming.locate, target)):
-        return model.facts
-    return known.cached("specexp.names.facts_of_target", target)
-
-
-def _chat(target: str, prompt: prompts.Prompt, known: Known) -> Any:
-    """See `facts_of_chat`."""
-    model = known(from_files.model, known(naming.locate, target))
-    asking = facts_of_chat, target, *astuple(prompt)
-    return (model and from_files.chat(model, prompt)) or known.cached(*asking)
 
 
 def facts_of_chat(target: str, *prompt: Any) -> Answer:
@@ -233,8 +220,6 @@ def _tokens_of(text: str, target: str, known: Known) -> int:
 def _tokenizer(target: str, known: Known) -> Any:
     from tokenizers import Tokenizer
 
-    if model := known(from_files.model, known(naming.locate, target)):
-        return model.tokenizer
     asking = "specexp.names.facts_of_tokenizer", target
     if not (described := known.on_disk and known.cached(*asking)):
         return None
@@ -249,7 +234,7 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     known(naming.insist_on_drafter, options["drafter"], options["target"])
     ruling = None
     if (rule := options["rule"]) != "auto":
-        ruling = _ruling(rule, known)
+        ruling = SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
     looked_up = dict(options) | {"seed": 0}
     if options["sampling"] == "given":
         fitting.check_sampling(*(options[name] for name in ("temperature", *SAMPLING)))
@@ -259,9 +244,7 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     looked_up |= {"gamma": 1} if options["gamma"] is None else {}
     looked_up.pop("rule")
     asking = tuple(looked_up.items())
-    facts = known(from_files.pairing, known, asking) or known.cached(
-        "specexp.names.facts_of_pairing", *asking
-    )
+    facts = known.cached("specexp.names.facts_of_pairing", *asking)
     limits = fitting.Limits(**facts["limits"])
     gamma = options["gamma"]
     if gamma is None:
@@ -272,14 +255,6 @@ def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate
     fitting.fit(facts["method"], limits, tree, vocab, ruling, temperature)
     models = [SimpleNamespace(**sizes) for sizes in facts["models"]]
     return Candidate(limits, tree, temperature, models)
-
-
-def _ruling(rule: str, known: Known) -> Any:
-    """What `fitting.fit` asks of a rule."""
-    if not (kind := known(fitting.rule, rule)[0]):
-        return SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
-    chains_only, wants_q = kind in fitting.CHAINS_ONLY, kind in fitting.WEIGHING
-    return SimpleNamespace(name=rule, chains_only=chains_only, wants_q=wants_q)
 
 
 def _may_be_own(drafter: str) -> bool:
@@ -312,8 +287,6 @@ def _check_memory(
         return max(needs, key=lambda need: need.total)
 
     most = need(batch)
-    if known.on_disk and most.total <= min(LEAST, memory.free_memory(None)):
-        return
     if most.total <= (free := _free_memory(params.get("device", "auto"), known)):
         return
     fits = bisect_left(range(1, batch), free + 1, key=lambda b: need(b).total)
@@ -329,8 +302,7 @@ def _check_memory(
 def _free_memory(device: str, known: Known) -> int:
     """Bytes that can still be allocated on this device; for a plan that is checked without torch
     (`known.on_disk`), all bytes of its GPU."""
-    on_cpu = device == "cpu" or (device == "auto" and not memory.may_have_gpu())
-    if on_cpu or not (gpu := known.cached(facts_of_gpu, device)):
+    if device == "cpu" or not (gpu := known.cached(facts_of_gpu, device)):
         return memory.free_memory(None)
     if known.on_disk:
         return int(gpu)

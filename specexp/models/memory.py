@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
@@ -175,12 +174,6 @@ def unused_gpu() -> str:
     none, or if CUDA_VISIBLE_DEVICES hides it."""
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ
     return "" if hidden or not any(DEV.glob("nvidia[0-9]*")) else no_cuda()
-
-
-def may_have_gpu() -> bool:
-    """Whether there may be a GPU that torch can use; on Linux, by the files of its driver."""
-    files = (path for kind in ("nvidia*", "nvhost*", "dxg", "kfd") for path in DEV.glob(kind))
-    return sys.platform != "linux" or any(files)
 
 
 def free_memory(device: torch.device | None) -> int:

@@ -33,8 +33,7 @@ GRID = "notebook: book.ipynb\ngrid:\n  gamma: [2, 3]\n"
 
 @pytest.fixture
 def folder(tmp_path, tiny_folders, monkeypatch):
-    """A notebook with a module, a model that its files alone do not describe (`from_files`) and
-    prompts beside it, and a grid of it."""
+    """A notebook with a module, a model and prompts beside it, and a grid of it."""
     kind = {"cell_type": "code", "outputs": [], "execution_count": None}
     cells = [
         kind | {"source": PARAMETERS, "metadata": {"tags": ["parameters"]}},
@@ -43,8 +42,6 @@ def folder(tmp_path, tiny_folders, monkeypatch):
     book = {"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells}
     home = tmp_path / "home"
     shutil.copytree(tiny_folders[0], home / "target")
-    config = home / "target" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"strange": 1}))
     (home / "own.py").write_text("HERE = 1\n")
     (home / "prompts.txt").write_text("one text\n")
     (home / "book.ipynb").write_text(json.dumps(book))
