@@ -28,7 +28,7 @@ from specexp.models.heads.weights import save
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import files, shelf, train
 from specexp.zoo.recipes import END, HEADS, HeadRecipe, insist_on_heads
-from specexp.zoo.rows import Documents, Rows, Texts, encode, read
+from specexp.zoo.rows import Documents, Rows, Texts, encode, read, windows
 
 # passes of EAGLE in training, each on the output of the one before (training-time test, Li et al.
 # 2025, EAGLE-3, section 3.2)
@@ -243,7 +243,10 @@ def train_heads(
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts), tokenizer.eos_token_id)
     predictions = predictions_of(head, net)
-    rows = {name: _rows(part, device) for name, part in held_out.items()}
+    rows = {
+        name: torch.from_numpy(windows(part, 256)[:16].astype(np.int64)).to(device)
+        for name, part in held_out.items()
+    }
 
     def rates() -> dict[str, list[float]]:
         return {name: accuracy(predictions, part, device) for name, part in rows.items()}
@@ -309,11 +312,3 @@ def _documents(
     if not any(len(document) > train.GIVEN for kind in learnt.values() for document in kind):
         raise UserError(f"{text} is too short to learn from: give it a few thousand characters")
     return learnt, held_out, texts.facts
-
-
-def _rows(documents: Documents, device: str, rows: int = 16, length: int = 256) -> Tensor:
-    """The first tokens of held-out text, [rows, length + 1] or less if there are fewer."""
-    stream = np.concatenate(documents).astype(np.int64)
-    length = min(length, len(stream) - 1)
-    rows = min(rows, len(stream) // (length + 1))
-    return torch.from_numpy(stream[: rows * (length + 1)].reshape(rows, -1)).to(device)

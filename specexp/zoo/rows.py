@@ -56,13 +56,20 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Document
     return [np.array([*e.ids, end], dtype=np.int32) for e in encodings]
 
 
+def windows(documents: Documents, length: int) -> np.ndarray:
+    """Rows [n, length + 1] cut from the concatenated documents, each beginning with the last token
+    of the one before it; one shorter row if there are fewer tokens."""
+    stream = np.concatenate(documents)
+    length = min(length, len(stream) - 1)
+    return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[::length]
+
+
 @dataclass
 class Rows:
     """Batches of rows cut from the concatenated documents, reshuffled every epoch."""
 
     documents: Mapping[str, Documents]
     repeats: Mapping[str, int] = field(default_factory=dict)  # of a kind per epoch; default 1
-    seed: int = 0
     _epoch: tuple[tuple[int, int, int], np.ndarray] | None = None
 
     def batch(self, course: Course, step: int) -> torch.Tensor:
@@ -90,9 +97,8 @@ class Rows:
         """All rows of an epoch, int32 [rows, length + 1]; documents are shuffled, then rows."""
         key = (phase, epoch, length)
         if self._epoch is None or self._epoch[0] != key:
-            rng = np.random.default_rng([self.seed, phase, epoch])
+            rng = np.random.default_rng([0, phase, epoch])
             documents = self._each_epoch()
-            stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
-            windows = np.lib.stride_tricks.sliding_window_view(stream, length + 1)[::length]
-            self._epoch = key, windows[rng.permutation(len(windows))]
+            rows = windows([documents[i] for i in rng.permutation(len(documents))], length)
+            self._epoch = key, rows[rng.permutation(len(rows))]
         return self._epoch[1]

@@ -31,7 +31,6 @@ from specexp.zoo import files
 from specexp.zoo.recipes import END, Course
 from specexp.zoo.rows import Documents, Rows
 
-CHECKPOINT_EVERY = 100
 GIVEN, NEW = 64, 191  # tokens that the target is given, and by which it continues them
 TOGETHER, TEMPERATURE = 64, 0.8  # documents that it continues at once, and how
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -82,7 +81,7 @@ def continued(
 
 def fit(
     name: str, course: Course, rows: Rows, work: Path, model: nn.Module, loss_of: Loss,
-    device: str = "cpu", compiled: bool = True, checkpoint_every: int = CHECKPOINT_EVERY,
+    device: str = "cpu", compiled: bool = True, checkpoint_every: int = 100,
     aim: object = None, look: Callable[[], dict[str, float]] = dict,
     watch: Callable[[Curve], object] = lambda curve: None,
 ) -> list[float]:  # fmt: skip
@@ -103,7 +102,7 @@ def fit(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         losses = state["losses"]
-        curve = state.get("curve", {})  # older checkpoints have none
+        curve = state["curve"]
         watch(curve)
     if compiled:
         loss_of = torch.compile(loss_of, dynamic=False)
@@ -201,7 +200,7 @@ def fingerprint(model: nn.Module) -> str:
 
 def _digest(what: object, course: Course, rows: Rows, model: nn.Module) -> str:
     """Identifies a checkpoint by what is trained for, the schedule, the text and the weights."""
-    identity = what, replace(course, repeats={}), rows.seed, fingerprint(model)
+    identity = what, replace(course, repeats={}), fingerprint(model)
     digest = hashlib.sha256(repr(identity).encode())
     for kind, documents in rows.documents.items():
         times = rows.repeats.get(kind, 1)
