@@ -126,8 +126,7 @@ def _all(every: Sequence[tuple[Prompt, Acceptance, dict[str, Any]]]) -> Iterator
     ]  # fmt: skip
     if len(rows) > 1:
         timed = pd.DataFrame(rows)
-        each, units = summaries.units(timed, *summaries.TIMED), summaries.unit(timed)
-        speedup = statistics.speedup(*each, units=units)
+        [speedup] = statistics.simultaneous([summaries.speedup(timed)])
         doubts = int((~timed["credible"]).sum())
         doubt = f"; timings of {counted(doubts, 'prompt')} are doubtful" * (doubts > 0)
         yield f"speedup {speedup}: {statistics.verdict(speedup)}{doubt}"
