@@ -193,8 +193,8 @@ def train(
     one = Course((Phase(1, batch, LENGTH),), adam_lr=1e-3)
     steps = _steps(target, draft, rows.batch(one, 0).to(device), one, 45 * minutes, file)
     course = replace(one, phases=(Phase(steps, batch, LENGTH),))
-    losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, device != "cpu",
-                 checkpoint_every=min(20, steps // 4), aim=(layers, digest))  # fmt: skip
+    losses = fit(f"{name}-draft", [course], rows.documents, work, draft, loss, device,
+                 device != "cpu", min(20, steps // 4), aim=(layers, digest))  # fmt: skip
     figures = {"answers": agreement(target, draft, held)}
     answers = {"source": source, "answered": len(documents), "digest": digest,
                "temperature": engine.sampling.temperature}  # fmt: skip

@@ -9,7 +9,6 @@ the feature loss of EAGLE-1 unnecessary.
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from specexp.models.heads.weights import save
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import files, shelf, train
 from specexp.zoo.recipes import END, HEADS, HeadRecipe, insist_on_heads
-from specexp.zoo.rows import Documents, Rows, Texts, encode, read, windows
+from specexp.zoo.rows import Documents, Texts, encode, read, windows
 
 # passes of EAGLE in training, each on the output of the one before (training-time test, Li et al.
 # 2025, EAGLE-3, section 3.2)
@@ -82,11 +81,8 @@ def block_shape(recipe: HeadRecipe, config: Any, end: int) -> BlockShape:
     """The shape of a DFlash block with the same attention as the target's layers."""
     layers = layers_config(_settings(recipe, config) | {"num_hidden_layers": recipe.layers})
     taps, spans = default_taps(config.num_hidden_layers), ((0, False),) * recipe.layers
-    vocab = min(recipe.draft_vocab, config.vocab_size)
-    return BlockShape(
-        recipe.kind, layers, BLOCK, end, taps, spans, draft_vocab=vocab, rank=recipe.rank,
-        candidates=recipe.candidates, kernel=recipe.kernel, group=recipe.group,
-    )  # fmt: skip
+    vocab, kind = min(recipe.draft_vocab, config.vocab_size), recipe.kind
+    return BlockShape(kind, layers, BLOCK, end, taps, spans, draft_vocab=vocab, **recipe.more)
 
 
 def _settings(recipe: HeadRecipe, config: Any) -> dict[str, Any]:
@@ -251,28 +247,14 @@ def train_heads(
     def rates() -> dict[str, list[float]]:
         return {name: accuracy(predictions, part, device) for name, part in rows.items()}
 
-    looks: list[dict[str, float]] = []
-
     def look() -> dict[str, float]:
         mean = torch.tensor([*rates().values()]).mean(0).tolist()
-        looks.append({f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)})
-        return looks[-1]
+        return {f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)}
 
-    losses: list[float] = []
-    curve: train.Curve = {}
-
-    def follow(before: int, course: train.Curve) -> None:
-        curve.update({before + step: figures for step, figures in course.items()})
-        if looks:  # else this run has taken no step yet
-            watch(curve)
-
-    aim = UNROLL, train.fingerprint(net)
-    name = f"{last}-{kind}"
-    for course in recipe.courses:
-        loss, follow_on = loss_of(predictions, device), partial(follow, len(losses))
-        losses += train.fit(name, course, Rows(learnt, course.repeats), work, head, loss, device,
-                            not quick and train.can_compile(device), aim=aim, look=look,
-                            watch=follow_on)  # fmt: skip
+    name, compiled = f"{last}-{kind}", not quick and train.can_compile(device)
+    losses = train.fit(name, recipe.courses, learnt, work, head, loss_of(predictions, device),
+                       device, compiled, aim=(UNROLL, train.fingerprint(net)), look=look,
+                       watch=watch)  # fmt: skip
     figures = {
         name: {f"at_{i}": round(rate, 4) for i, rate in enumerate(each, 1)}
         for name, each in rates().items()

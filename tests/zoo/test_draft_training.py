@@ -143,8 +143,8 @@ def test_training_brings_the_draft_nearer(tmp_path):
     before = drafts.agreement(target, draft, [noise[:400]])
     loss = drafts.loss_of(target, draft)
     course = drafts.Course((drafts.Phase(60, 8, 32),), muon_lr=0.005, adam_lr=1e-3)
-    rows = drafts.Rows({"answers": [noise]})
-    losses = drafts.fit("near", course, rows, tmp_path, draft, loss, compiled=False)
+    documents = {"answers": [noise]}
+    losses = drafts.fit("near", [course], documents, tmp_path, draft, loss, compiled=False)
     after = drafts.agreement(target, draft, [noise[:400]])
     assert losses[-1] < losses[0]
     assert after["overlap"] > before["overlap"]

@@ -18,7 +18,6 @@ from specexp.models.heads.block import Block
 from specexp.models.heads.weights import check
 from specexp.zoo.heads import accuracy, loss_of, make, predictions_of, roots_of, train_heads
 from specexp.zoo.recipes import HEADS, Course, Phase
-from specexp.zoo.rows import Rows
 from specexp.zoo.train import fit
 
 KINDS = ["medusa", "eagle", "eagle3"]
@@ -124,7 +123,7 @@ def test_head_training_loss_falls(tmp_path, kind):
     head = make(HEADS[kind].quick(), target, torch.from_numpy(np.bincount(drawn, minlength=V)))
     loss = loss_of(predictions_of(head, target), "cpu")
     course = Course((Phase(40, 4, 32),))
-    losses = fit(kind, course, Rows({"noise": [drawn]}), tmp_path, head, loss, compiled=False)
+    losses = fit(kind, [course], {"noise": [drawn]}, tmp_path, head, loss, compiled=False)
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
 

@@ -64,29 +64,29 @@ def test_too_little_text_for_a_batch_is_refused():
 # the loop
 
 
-class Killed(Rows):
-    """Rows of a run that dies when it asks for the sixth batch."""
+def _fit(recipe, documents, work, aim=None, watch=len):
+    model, courses = recipe.build(), recipe.courses[:1]
+    return model, fit(recipe.name, courses, documents, work, model, loss_of(model, None),
+                      compiled=False, checkpoint_every=2, aim=aim, watch=watch)  # fmt: skip
 
-    def batch(self, course, step):
+
+def test_resumed_training_has_the_same_weights(documents, tmp_path, monkeypatch):
+    recipe, curve, resumed_curve = quick_version(TARGET, steps=6), {}, {}
+    whole, losses = _fit(recipe, documents, tmp_path / "a", watch=curve.update)
+    batch = Rows.batch
+
+    def killed(rows, course, step):
         if step == 5:
             raise KeyboardInterrupt
-        return super().batch(course, step)
+        return batch(rows, course, step)
 
-
-def _fit(recipe, rows, work, aim=None, watch=len):
-    model, course = recipe.build(), recipe.courses[0]
-    return model, fit(recipe.name, course, rows, work, model, loss_of(model, None), compiled=False,
-                      checkpoint_every=2, aim=aim, watch=watch)  # fmt: skip
-
-
-def test_resumed_training_has_the_same_weights(documents, tmp_path):
-    recipe, curve, resumed_curve = quick_version(TARGET, steps=6), {}, {}
-    whole, losses = _fit(recipe, Rows(documents), tmp_path / "a", watch=curve.update)
-    with pytest.raises(KeyboardInterrupt):
-        _fit(recipe, Killed(documents), tmp_path / "b")
+    with monkeypatch.context() as first:
+        first.setattr(Rows, "batch", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _fit(recipe, documents, tmp_path / "b")
     (left,) = (tmp_path / "b").iterdir()
     assert len(torch.load(left, weights_only=True)["losses"]) == 4
-    resumed, again = _fit(recipe, Rows(documents), tmp_path / "b", watch=resumed_curve.update)
+    resumed, again = _fit(recipe, documents, tmp_path / "b", watch=resumed_curve.update)
     assert again == losses
     assert resumed_curve == curve
     assert [*curve] == [2, 4, 6, 8, 9]
@@ -96,11 +96,12 @@ def test_resumed_training_has_the_same_weights(documents, tmp_path):
 
 def test_checkpoint_of_another_recipe_or_text_is_ignored(documents, tmp_path):
     recipe = quick_version(TARGET, steps=2)
-    _fit(recipe, Rows(documents), tmp_path)
-    _fit(replace(recipe, seed=7), Rows(documents), tmp_path)
-    _fit(recipe, Rows(documents, {"code": 2}), tmp_path)
-    _fit(recipe, Rows(documents), tmp_path, aim="another teacher")
-    _fit(recipe, Rows(documents), tmp_path)
+    more_code = replace(recipe.courses[0], repeats={"code": 2})
+    _fit(recipe, documents, tmp_path)
+    _fit(replace(recipe, seed=7), documents, tmp_path)
+    _fit(replace(recipe, courses=(more_code,)), documents, tmp_path)
+    _fit(recipe, documents, tmp_path, aim="another teacher")
+    _fit(recipe, documents, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
 
 
