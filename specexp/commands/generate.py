@@ -67,8 +67,7 @@ def generate(
         raise UserError("--limit limits --prompts: leave it out with --prompt")
     options = opt.pairing_options(ctx.params)
     texts = None if prompt is None else Prompts([Prompt(1, "command line", (prompt,))], "")
-    own = {"prompts": prompts, "limit": limit, "max_new_tokens": max_new_tokens, "chat": chat}
-    parameters.insist(options | own, texts)
+    parameters.insist(ctx.params | options, texts)
 
     from specexp import api
     from specexp.measure.exactness import certify
