@@ -1,11 +1,11 @@
 """The training loop, on random models of the zoo's shape, and heads for a target of one's own."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_llama, tiny_tokenizer
 from transformers import AutoTokenizer
 
 from making.corpus import gather
@@ -120,13 +120,9 @@ def test_continuations_are_of_the_target_and_its_documents(documents, tmp_path):
 
 
 @pytest.fixture
-def mine(tmp_path):
+def mine(tiny_folders, tmp_path):
     """A target that is not of the zoo, in a folder."""
-    tokenizer = tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
-    folder = tmp_path / "mine"
-    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return shutil.copytree(tiny_folders[0], tmp_path / "mine")
 
 
 def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypatch):
