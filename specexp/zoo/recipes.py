@@ -41,14 +41,6 @@ class Course:
     def tokens(self) -> int:
         return sum(phase.steps * phase.batch * phase.length for phase in self.phases)
 
-    def place(self, step: int) -> tuple[int, int]:
-        """The index of the phase that a step is in, and the step within that phase."""
-        for number, phase in enumerate(self.phases):
-            if step < phase.steps:
-                return number, step
-            step -= phase.steps
-        raise IndexError("past the last step of the course")
-
     def pace(self, step: int) -> float:
         """Factor on the learning rates: a short warm-up, a plateau, a linear decay to 2 %."""
         warm, fall = max(1, self.steps // 40), int(0.35 * self.steps)

@@ -28,7 +28,7 @@ from specexp.sampling import Sampling
 from specexp.tree import Tree
 from specexp.zoo import files
 from specexp.zoo.recipes import END, Course
-from specexp.zoo.rows import Documents, Rows
+from specexp.zoo.rows import Documents, batches
 
 GIVEN, NEW = 64, 191  # tokens that the target is given, and by which it continues them
 TOGETHER, TEMPERATURE = 64, 0.8  # documents that it continues at once, and how
@@ -99,7 +99,7 @@ def fit(
     torch.set_flush_denormal(True)  # in the whole process: arithmetic near zero is ten times faster
     try:
         for course in courses:
-            rows, before = Rows(documents, course.repeats), len(losses)
+            before = len(losses)
             path = work / f"{name}-{_digest((name, aim), course, documents, model)}.pt"
             optimizers = optimizers_of(model, course)
             if path.exists():
@@ -109,10 +109,11 @@ def fit(
                     optimizer.load_state_dict(saved)
                 losses, curve = state["losses"], state["curve"]
             start = len(losses) - before
-            bar = tqdm(range(start, course.steps), initial=start, total=course.steps, desc=name)
-            for step in bar:
-                batch = rows.batch(course, step).to(device)
-                losses.append(learn(batch, model, loss_of, optimizers, course.pace(step)))
+            texts = batches(documents, course, start)
+            bar = tqdm(texts, initial=start, total=course.steps, desc=name)
+            for step, batch in enumerate(bar, start):
+                pace = course.pace(step)
+                losses.append(learn(batch.to(device), model, loss_of, optimizers, pace))
                 rate = batch[:, 1:].numel() * (bar.format_dict["rate"] or 0.0)
                 recent = float(np.mean(losses[before:][-20:]))
                 bar.set_postfix(loss=f"{recent:.3f}", tokens_s=f"{rate:.0f}", refresh=False)

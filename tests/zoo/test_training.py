@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from specexp.models.load import of_module
 from specexp.zoo import train
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, HEADS, Course, Phase
-from specexp.zoo.rows import PIECE, Rows, cut, encode
+from specexp.zoo.rows import PIECE, batches, cut, encode
 from specexp.zoo.train import GIVEN, NEW, continued, fit
 
 
@@ -38,18 +39,16 @@ def documents(corpus):
 
 def test_rows_are_a_function_of_the_step(documents):
     course = quick_version(TARGET).courses[0]
-    forward = [Rows(documents).batch(course, step) for step in range(course.steps)]
-    rows = Rows(documents)
-    for step in reversed(range(course.steps)):
-        assert torch.equal(rows.batch(course, step), forward[step])
+    forward = [*batches(documents, course)]
+    for step in range(course.steps):
+        assert torch.equal(next(batches(documents, course, step)), forward[step])
     assert [tuple(b.shape) for b in forward] == [(4, 65)] * 4 + [(2, 129)] * 2
 
 
 def test_epoch_holds_every_token_as_often_as_stated():
     ids = {"a": [np.arange(1, 9, dtype=np.uint16)], "b": [np.arange(11, 20, dtype=np.uint16)]}
-    rows = Rows(ids, {"b": 2})
-    course = Course((Phase(5, 1, 5),))
-    seen = torch.cat([rows.batch(course, step)[:, :-1].flatten() for step in range(5)]).tolist()
+    course = Course((Phase(5, 1, 5),), {"b": 2})
+    seen = torch.cat([batch[:, :-1].flatten() for batch in batches(ids, course)]).tolist()
     counts = [seen.count(i) for i in range(20)]
     assert sum(counts) == 25  # of 8 + 2 * 9, the last being only predicted
     assert max(counts[1:9]) == 1
@@ -58,7 +57,7 @@ def test_epoch_holds_every_token_as_often_as_stated():
 
 def test_too_little_text_for_a_batch_is_refused():
     with pytest.raises(ValueError, match="do not fill one batch"):
-        Rows({"a": [np.zeros(9, dtype=np.uint16)]}).batch(TARGET.courses[0], 0)
+        next(batches({"a": [np.zeros(9, dtype=np.uint16)]}, TARGET.courses[0]))
 
 
 # the loop
@@ -73,15 +72,13 @@ def _fit(recipe, documents, work, aim=None, watch=len):
 def test_resumed_training_has_the_same_weights(documents, tmp_path, monkeypatch):
     recipe, curve, resumed_curve = quick_version(TARGET, steps=6), {}, {}
     whole, losses = _fit(recipe, documents, tmp_path / "a", watch=curve.update)
-    batch = Rows.batch
 
-    def killed(rows, course, step):
-        if step == 5:
-            raise KeyboardInterrupt
-        return batch(rows, course, step)
+    def killed(*args):
+        yield from islice(batches(*args), 5)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as first:
-        first.setattr(Rows, "batch", killed)
+        first.setattr(train, "batches", killed)
         with pytest.raises(KeyboardInterrupt):
             _fit(recipe, documents, tmp_path / "b")
     (left,) = (tmp_path / "b").iterdir()
