@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -396,67 +397,45 @@ def test_generate_reads_prompts_file_and_writes_json_lines(run, tiny_folders, qu
 
 
 BAD = {  # beside what `test_light.REFUSED` lists
-    "limit of one": (["--prompt", "a", "--limit", "3"], "--limit"),
-    "both prompts": (["--prompt", "a", "--prompts", "code"], "--prompt"),
-    "plain by another name": (["--prompt", "a", "--drafter", "null"], "did you mean 'plain'?"),
-    "like a method": (["--prompt", "a", "--drafter", "draft-model"], "draft model is model:NAME"),
-    "no sibling": (["--prompt", "a"], "name one"),
-    "gamma below 0": (["--prompt", "a", "--drafter", "plain", "--gamma", "-1"], "gamma is -1"),
-    "gamma beyond": (["--prompt", "a", "--drafter", "ngram", "--gamma", "999"], "exceeds the 128"),
-    "top-p 0": (["--prompt", "a", "--drafter", "plain", "--top-p", "0"], "(0, 1]"),
-    "top-p 2": (["--prompt", "a", "--drafter", "plain", "--top-p", "2"], "(0, 1]"),
-    "top-k": (["--prompt", "a", "--drafter", "plain", "--top-k", "-1"], "top_k"),
-    "rule": (["--prompt", "a", "--drafter", "plain", "--rule", "tipical"], "match, reject"),
-    "tree too big": (["--prompt", "a", "--drafter", "plain", "--tree", "99x99"], "at most 1024"),
-    "tree too wide": (["--prompt", "a", "--drafter", "ngram", "--tree", "999"], "wider than the"),
-    "tree too deep": (
-        ["--prompt", "a", "--drafter", "ngram", "--tree", "grown:3", "--gamma", "4"],
-        "cannot be 4 deep",
-    ),
-    "block on a tree": (
-        ["--prompt", "a", "--drafter", "early_exit", "--tree", "2x2", "--rule", "block"],
-        "works on chains",
-    ),
-    "block without q": (
-        ["--prompt", "a", "--drafter", "ngram", "--rule", "block", "--temperature", "1"],
-        "use rule match",
-    ),
-    "reject without q": (
-        ["--prompt", "a", "--drafter", "suffix", "--rule", "reject", "--temperature", "1"],
-        "use rule match",
-    ),
-    "n-gram": (["--prompt", "a", "--drafter", "ngram:x"], "such as ngram:3"),
-    "argument": (["--prompt", "a", "--drafter", "plain:3"], "takes no argument"),
-    "all layers": (["--prompt", "a", "--drafter", "early_exit:3"], "leave before the last"),
-    "more than the heads": (
-        ["--target", "target-10m", "--prompt", "a", "--drafter", "medusa", "--gamma", "4"],
-        "use gamma 3 or less",
-    ),
-    "no heads": (["--prompt", "a", "--drafter", "medusa"], "no medusa heads"),
-    "no such heads": (["--prompt", "a", "--drafter", "eagle:nowhere"], "nowhere"),
-    "planted": (["--prompt", "a", "--drafter", "planted:2"], "from 0 to 1"),
-    "crossed": (["--prompt", "a", "--drafter", "crossed"], "crossed:NAME"),
-    "recycle": (
-        ["--prompt", "a", "--drafter", "recycle:2", "--tree", "4"],
-        "use recycle:4",
-    ),
-    "lookahead": (
-        ["--prompt", "a", "--drafter", "lookahead:5"],
-        "did you mean 'recycle'?",
-    ),
-    "folder": (["--target", "./test", "--prompt", "a"], "did you mean 'tests'?"),
-    "empty": (["--prompt", "", "--drafter", "plain"], "a prompt is empty"),
-    "too long": (["--prompt", "a b " * 200, "--drafter", "plain"], "prompt 1 with 64 new tokens"),
-    "no tokens": (["--prompt", "a", "--drafter", "plain", "--max-new-tokens", "0"], "1 or more"),
+    "--prompt a --limit 3": "--limit",
+    "--prompt a --prompts code": "--prompt",
+    "--prompt a --drafter null": "did you mean 'plain'?",
+    "--prompt a --drafter draft-model": "draft model is model:NAME",
+    "--prompt a": "name one",
+    "--prompt a --drafter plain --gamma -1": "gamma is -1",
+    "--prompt a --drafter ngram --gamma 999": "exceeds the 128",
+    "--prompt a --drafter plain --top-p 0": "(0, 1]",
+    "--prompt a --drafter plain --top-p 2": "(0, 1]",
+    "--prompt a --drafter plain --top-k -1": "top_k",
+    "--prompt a --drafter plain --rule tipical": "match, reject",
+    "--prompt a --drafter plain --tree 99x99": "at most 1024",
+    "--prompt a --drafter ngram --tree 999": "wider than the",
+    "--prompt a --drafter ngram --tree grown:3 --gamma 4": "cannot be 4 deep",
+    "--prompt a --drafter early_exit --tree 2x2 --rule block": "works on chains",
+    "--prompt a --drafter ngram --rule block --temperature 1": "use rule match",
+    "--prompt a --drafter suffix --rule reject --temperature 1": "use rule match",
+    "--prompt a --drafter ngram:x": "such as ngram:3",
+    "--prompt a --drafter plain:3": "takes no argument",
+    "--prompt a --drafter early_exit:3": "leave before the last",
+    "--target target-10m --prompt a --drafter medusa --gamma 4": "use gamma 3 or less",
+    "--prompt a --drafter medusa": "no medusa heads",
+    "--prompt a --drafter eagle:nowhere": "nowhere",
+    "--prompt a --drafter planted:2": "from 0 to 1",
+    "--prompt a --drafter crossed": "crossed:NAME",
+    "--prompt a --drafter recycle:2 --tree 4": "use recycle:4",
+    "--prompt a --drafter lookahead:5": "did you mean 'recycle'?",
+    "--target ./test --prompt a": "did you mean 'tests'?",
+    "--prompt '' --drafter plain": "a prompt is empty",
+    f"--prompt {'a' * 100} --drafter plain": "prompt 1 with 64 new tokens",
+    "--prompt a --drafter plain --max-new-tokens 0": "1 or more",
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(run, tiny_folders, case):
-    args, said = BAD[case]
-    code, out, err = run("generate", "--target", tiny_folders[0], *args)
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(run, tiny_folders, words):
+    code, out, err = run("generate", "--target", tiny_folders[0], *shlex.split(words))
     assert code == 2
-    assert said in err
+    assert BAD[words] in err
     assert len(err.strip().splitlines()) == 1
     assert "Traceback" not in err + out
 
