@@ -54,8 +54,9 @@ def bench(
     names = list(dict.fromkeys(suites or work.NAMES))
     options = opt.pairing_options(ctx.params)
     rows, limit = opt.numbers("batches", batches), work.PROMPTS
-    amounts = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats}
-    work.insist(names, options | amounts | {"prompts": prompts, "limit": limit})
+    given = {"batches": rows, "max_new_tokens": max_new_tokens, "repeats": repeats,
+             "prompts": prompts}  # fmt: skip
+    work.insist(names, options | given | {"limit": limit})
     texts = questions.load(prompts, limit=limit)
 
     from specexp import api
@@ -66,7 +67,7 @@ def bench(
 
     if gamma is None:
         options["gamma"] = api.usual_gamma(api.DEFAULTS | options)
-    parameters = options | amounts | {"prompts": prompts}
+    parameters = options | given
     earlier = regression.read(against, parameters, names) if against else None
     report: dict[str, Any] = {"parameters": parameters, "suites": {}}
     if out:

@@ -67,8 +67,7 @@ def generate(
         raise UserError("--limit limits --prompts: leave it out with --prompt")
     options = opt.pairing_options(ctx.params)
     texts = None if prompt is None else Prompts([Prompt(1, "command line", (prompt,))], "")
-    own = {"prompts": prompts, "limit": limit, "max_new_tokens": max_new_tokens, "chat": chat}
-    parameters.insist(options | own, texts)
+    parameters.insist(ctx.params | options, texts)
 
     from specexp import api
     from specexp.measure.exactness import certify
@@ -126,8 +125,7 @@ def _all(every: Sequence[tuple[Prompt, Acceptance, dict[str, Any]]]) -> Iterator
     ]  # fmt: skip
     if len(rows) > 1:
         timed = pd.DataFrame(rows)
-        each, units = summaries.units(timed, *summaries.TIMED), summaries.unit(timed)
-        speedup = statistics.speedup(*each, units=units)
+        [speedup] = statistics.simultaneous([summaries.speedup(timed)])
         doubts = int((~timed["credible"]).sum())
         doubt = f"; timings of {counted(doubts, 'prompt')} are doubtful" * (doubts > 0)
         yield f"speedup {speedup}: {statistics.verdict(speedup)}{doubt}"

@@ -40,8 +40,7 @@ def _points(
 def validate(files: list[Path] = FILES, only: list[str] | None = ONLY, yes: bool = YES) -> None:
     """Check grid files completely, without running anything."""
     points = _points(files, only, yes)
-    both = counted(len(points), "point"), counted(len(files), "file")
-    say(f"{' in '.join(both)}: ready to run")
+    say(f"{counted(len(points), 'point')} in {counted(len(files), 'file')}: ready to run")
 
 
 @app.command("run", cls=Command)

@@ -29,7 +29,7 @@ from specexp.errors import UserError, counted, refusing
 from specexp.models.lm import shorten_head
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import Course, Phase
-from specexp.zoo.rows import Documents, Rows
+from specexp.zoo.rows import Documents, batches
 from specexp.zoo.train import (
     Loss,
     fingerprint,
@@ -179,22 +179,23 @@ def train(
     documents = answered(engine, prompts, 15 * minutes, file)
     held = documents[::HELD_OUT]
     learnt = [d for i, d in enumerate(documents) if i % HELD_OUT]
-    rows, device = Rows({"answers": learnt}), str(target.device)
-    batch = min(1 if device == "cpu" else 4, rows.tokens // LENGTH)  # few steps learn little
+    tokens, device = sum(map(len, learnt)), str(target.device)
+    batch = min(1 if device == "cpu" else 4, (tokens - 1) // LENGTH)  # few steps learn little
     if batch < 1:
         raise UserError(
-            f"{max(0, rows.tokens)} tokens of answers are too few to learn from: raise --minutes, "
-            "or give more --text"
+            f"{tokens} tokens of answers are too few to learn from: raise --minutes, or give more "
+            "--text"
         )
     head = draft.get_output_embeddings()
     draft.config.get_text_config().draft_ids = frequent(learnt, engine.target.vocab)
     shorten_head(draft)
     loss = loss_of(target, draft)
     one = Course((Phase(1, batch, LENGTH),), adam_lr=1e-3)
-    steps = _steps(target, draft, rows.batch(one, 0).to(device), one, 45 * minutes, file)
+    first = next(batches({"answers": learnt}, one)).to(device)
+    steps = _steps(target, draft, first, one, 45 * minutes, file)
     course = replace(one, phases=(Phase(steps, batch, LENGTH),))
-    losses = fit(f"{name}-draft", course, rows, work, draft, loss, device, device != "cpu",
-                 checkpoint_every=min(20, steps // 4), aim=(layers, digest))  # fmt: skip
+    losses = fit(f"{name}-draft", [course], {"answers": learnt}, work, draft, loss, device,
+                 device != "cpu", min(20, steps // 4), aim=(layers, digest))  # fmt: skip
     figures = {"answers": agreement(target, draft, held)}
     answers = {"source": source, "answered": len(documents), "digest": digest,
                "temperature": engine.sampling.temperature}  # fmt: skip

@@ -9,7 +9,6 @@ the feature loss of EAGLE-1 unnecessary.
 
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from specexp.models.heads.weights import save
 from specexp.models.load import load, read_tokenizer
 from specexp.zoo import files, shelf, train
 from specexp.zoo.recipes import END, HEADS, HeadRecipe, insist_on_heads
-from specexp.zoo.rows import Documents, Rows, Texts, encode, read
+from specexp.zoo.rows import Documents, Texts, encode, read, windows
 
 # passes of EAGLE in training, each on the output of the one before (training-time test, Li et al.
 # 2025, EAGLE-3, section 3.2)
@@ -82,11 +81,8 @@ def block_shape(recipe: HeadRecipe, config: Any, end: int) -> BlockShape:
     """The shape of a DFlash block with the same attention as the target's layers."""
     layers = layers_config(_settings(recipe, config) | {"num_hidden_layers": recipe.layers})
     taps, spans = default_taps(config.num_hidden_layers), ((0, False),) * recipe.layers
-    vocab = min(recipe.draft_vocab, config.vocab_size)
-    return BlockShape(
-        recipe.kind, layers, BLOCK, end, taps, spans, draft_vocab=vocab, rank=recipe.rank,
-        candidates=recipe.candidates, kernel=recipe.kernel, group=recipe.group,
-    )  # fmt: skip
+    vocab, kind = min(recipe.draft_vocab, config.vocab_size), recipe.kind
+    return BlockShape(kind, layers, BLOCK, end, taps, spans, draft_vocab=vocab, **recipe.more)
 
 
 def _settings(recipe: HeadRecipe, config: Any) -> dict[str, Any]:
@@ -243,33 +239,22 @@ def train_heads(
     counts = np.bincount(np.concatenate(documents), minlength=model.config.vocab_size)
     head = make(recipe, net, torch.from_numpy(counts), tokenizer.eos_token_id)
     predictions = predictions_of(head, net)
-    rows = {name: _rows(part, device) for name, part in held_out.items()}
+    rows = {
+        name: torch.from_numpy(windows(part, 256)[:16].astype(np.int64)).to(device)
+        for name, part in held_out.items()
+    }
 
     def rates() -> dict[str, list[float]]:
         return {name: accuracy(predictions, part, device) for name, part in rows.items()}
 
-    looks: list[dict[str, float]] = []
-
     def look() -> dict[str, float]:
         mean = torch.tensor([*rates().values()]).mean(0).tolist()
-        looks.append({f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)})
-        return looks[-1]
+        return {f"accuracy/at_{i}": rate for i, rate in enumerate(mean, 1)}
 
-    losses: list[float] = []
-    curve: train.Curve = {}
-
-    def follow(before: int, course: train.Curve) -> None:
-        curve.update({before + step: figures for step, figures in course.items()})
-        if looks:  # else this run has taken no step yet
-            watch(curve)
-
-    aim = UNROLL, train.fingerprint(net)
-    name = f"{last}-{kind}"
-    for course in recipe.courses:
-        loss, follow_on = loss_of(predictions, device), partial(follow, len(losses))
-        losses += train.fit(name, course, Rows(learnt, course.repeats), work, head, loss, device,
-                            not quick and train.can_compile(device), aim=aim, look=look,
-                            watch=follow_on)  # fmt: skip
+    name, compiled = f"{last}-{kind}", not quick and train.can_compile(device)
+    losses = train.fit(name, recipe.courses, learnt, work, head, loss_of(predictions, device),
+                       device, compiled, aim=(UNROLL, train.fingerprint(net)), look=look,
+                       watch=watch)  # fmt: skip
     figures = {
         name: {f"at_{i}": round(rate, 4) for i, rate in enumerate(each, 1)}
         for name, each in rates().items()
@@ -309,11 +294,3 @@ def _documents(
     if not any(len(document) > train.GIVEN for kind in learnt.values() for document in kind):
         raise UserError(f"{text} is too short to learn from: give it a few thousand characters")
     return learnt, held_out, texts.facts
-
-
-def _rows(documents: Documents, device: str, rows: int = 16, length: int = 256) -> Tensor:
-    """The first tokens of held-out text, [rows, length + 1] or less if there are fewer."""
-    stream = np.concatenate(documents).astype(np.int64)
-    length = min(length, len(stream) - 1)
-    rows = min(rows, len(stream) // (length + 1))
-    return torch.from_numpy(stream[: rows * (length + 1)].reshape(rows, -1)).to(device)

@@ -38,13 +38,13 @@ class Known:
     or OSError that a function raises is remembered, too, but not on disk.
 
     may_compile: an answer may wait for a compiler; None: nor is the machine asked what runs on it,
-    which takes torch. `own_files`: the files of one's own code that
-    may run, None if they are not all known.
+    which takes torch. `own_files`: the files of one's own code that may run, None if they are not
+    all known.
     """
 
     def __init__(self, on_disk: bool = False, may_compile: bool | None = True) -> None:
         self.on_disk, self.may_compile = on_disk, may_compile
-        self.own_files = None if on_disk else list[Path]()
+        self.own_files: list[Path] | None = None
         self._answers: dict[Any, tuple[Any, Exception | None]] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -65,37 +65,22 @@ class Known:
 
     def ask_again(self, function: Callable[..., Answer], *args: Any) -> Any:
         """The same, whatever is in the cache."""
-        answer = self._ask_and_keep(_name(function), *args)
-        self._answers[self._look_up, (_name(function), *args)] = answer, None
-        return answer
+        question = _name(function), *args
+        self._answers[self._look_up, question] = self._look_up(*question, again=True), None
+        return self.cached(function, *args)
 
-    def _look_up(self, function: str, *args: Any) -> Any:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(self._file(function, *args).read_text()) if self.on_disk else {}
-            if record["state"] == self._state(record["read"]):
-                return record["answer"]
-        return self._ask_and_keep(function, *args)
-
-    def _file(self, function: str, *args: Any) -> Path:
-        return _kept_in("known", function, args, os.getcwd())
-
-    def _ask_and_keep(self, function: str, *args: Any) -> Any:
+    def _look_up(self, function: str, *args: Any, again: bool = False) -> Any:
         if not self.on_disk:
             return _ask(function, *args)[0]
-        asked_at = time.time_ns() - TICK
-        answer, read = _ask(function, *args)
-        if read is None or (OWN_CODE in read and self.own_files is None):
-            return answer
-        own = self.own_files or () if OWN_CODE in read else ()
-        deciding = sorted({str(path) for path in (*read, *own) if path != OWN_CODE})
-        if all(max(state[3:]) < asked_at for state in _stats(deciding)):  # none changed meanwhile
-            record = {"answer": answer, "read": deciding, "state": self._state(deciding)}
-            with suppress(OSError), files.whole(self._file(function, *args)) as partial:
-                partial.write_text(json.dumps(record))
-        return answer
 
-    def _state(self, read: Iterable[str]) -> str:
-        return _digest(self._always, *_stats(read))
+        def ask() -> Answer:
+            answer, read = _ask(function, *args)
+            if read is None or OWN_CODE not in read:
+                return answer, read
+            own = self.own_files
+            return answer, None if own is None else {*read, *own} - {OWN_CODE}
+
+        return _kept((function, args, os.getcwd()), ask, self._always, again)
 
     @cached_property
     def _always(self) -> str:
@@ -142,23 +127,38 @@ def digest_of(path: Path) -> str:
 
 @lru_cache(maxsize=4096)
 def _digest_of(path: Path, *stamp: int) -> str:
-    asked_at, keep = time.time_ns() - TICK, files.stamp(path)[1] >= LARGE
-    kept = _kept_in("digests", str(path.resolve()))
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads(kept.read_text()) if keep else {}
-        if record["stamp"] == [*stamp]:
-            return str(record["digest"])
-    with path.open("rb") as file:
-        digest = file_digest(file, "sha256").hexdigest()
-    if keep and files.stamp(path) == stamp and max(stamp[2:]) < asked_at:
-        with suppress(OSError), files.whole(kept) as partial:
-            partial.write_text(json.dumps({"stamp": stamp, "digest": digest}))
-    return digest
+    path = path.resolve()
+
+    def read() -> Answer:
+        with path.open("rb") as file:
+            return file_digest(file, "sha256").hexdigest(), [path]
+
+    large = stamp[1] >= LARGE
+    return str(_kept(("digest", str(path)), read) if large else read()[0])
 
 
-def _kept_in(folder: str, *about: Any) -> Path:
+def _kept(
+    question: tuple[Any, ...], ask: Callable[[], Answer], always: str = "", again: bool = False
+) -> Any:
+    """The answer to a question: as it is kept in the user's cache while what decides it is as it
+    was, unless it is to be asked again. always: a digest of more that decides it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "specexp" / folder / f"{_digest(*about)[:24]}.json"
+    file = cache / "specexp" / "known" / f"{_digest(*question)[:24]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = {} if again else json.loads(file.read_text())
+        if record["state"] == _digest(always, *_stats(record["read"])):
+            return record["answer"]
+    asked_at = time.time_ns() - TICK
+    answer, read = ask()
+    if read is None:
+        return answer
+    deciding = sorted({*map(str, read)})
+    states = [*_stats(deciding)]
+    if all(max(state[3:]) < asked_at for state in states):  # none changed meanwhile
+        record = {"answer": answer, "read": deciding, "state": _digest(always, *states)}
+        with suppress(OSError), files.whole(file) as partial:
+            partial.write_text(json.dumps(record))
+    return answer
 
 
 def _stats(paths: Iterable[Path | str]) -> Iterator[tuple[str, int, int, int, int]]:

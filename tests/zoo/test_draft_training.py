@@ -2,10 +2,11 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
-from conftest import tiny_llama, tiny_tokenizer
+from conftest import tiny_llama
 from transformers import AutoModelForCausalLM
 
 import specexp
@@ -17,12 +18,8 @@ TEXT = "def mean(values): return sum(values) / len(values)\n"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "mine"
-    tokenizer = tiny_tokenizer(TEXT * 3)
-    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def folder(tiny_folders, tmp_path_factory):
+    return shutil.copytree(tiny_folders[0], tmp_path_factory.mktemp("models") / "mine")
 
 
 def test_first_and_last_layers_are_kept():
@@ -143,8 +140,8 @@ def test_training_brings_the_draft_nearer(tmp_path):
     before = drafts.agreement(target, draft, [noise[:400]])
     loss = drafts.loss_of(target, draft)
     course = drafts.Course((drafts.Phase(60, 8, 32),), muon_lr=0.005, adam_lr=1e-3)
-    rows = drafts.Rows({"answers": [noise]})
-    losses = drafts.fit("near", course, rows, tmp_path, draft, loss, compiled=False)
+    documents = {"answers": [noise]}
+    losses = drafts.fit("near", [course], documents, tmp_path, draft, loss, compiled=False)
     after = drafts.agreement(target, draft, [noise[:400]])
     assert losses[-1] < losses[0]
     assert after["overlap"] > before["overlap"]

@@ -3,12 +3,13 @@
 import copy
 import dataclasses
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_llama, tiny_tokenizer
+from conftest import tiny_llama
 from support.definitions import block_hidden, law_after, selected
 from support.tiny import V, heads, module
 
@@ -18,7 +19,6 @@ from specexp.models.heads.block import Block
 from specexp.models.heads.weights import check
 from specexp.zoo.heads import accuracy, loss_of, make, predictions_of, roots_of, train_heads
 from specexp.zoo.recipes import HEADS, Course, Phase
-from specexp.zoo.rows import Rows
 from specexp.zoo.train import fit
 
 KINDS = ["medusa", "eagle", "eagle3"]
@@ -124,16 +124,13 @@ def test_head_training_loss_falls(tmp_path, kind):
     head = make(HEADS[kind].quick(), target, torch.from_numpy(np.bincount(drawn, minlength=V)))
     loss = loss_of(predictions_of(head, target), "cpu")
     course = Course((Phase(40, 4, 32),))
-    losses = fit(kind, course, Rows({"noise": [drawn]}), tmp_path, head, loss, compiled=False)
+    losses = fit(kind, [course], {"noise": [drawn]}, tmp_path, head, loss, compiled=False)
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
 
-def test_train_heads_for_a_target_outside_the_zoo(tmp_path):
+def test_train_heads_for_a_target_outside_the_zoo(tiny_folders, tmp_path):
     """The whole of training, and what it leaves."""
-    tokenizer = tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
-    folder = tmp_path / "mine"
-    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = shutil.copytree(tiny_folders[0], tmp_path / "mine")
     text = tmp_path / "text.txt"
     text.write_text("def mean(values): return sum(values) / len(values)\n" * 400)
     for kind in [*KINDS, *layouts.BLOCKS]:

@@ -22,7 +22,7 @@ from specexp.models.heads.layouts import DRAFTED_BY
 from specexp.zoo import shelf
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, VOCABULARY
-from specexp.zoo.rows import Rows, encode
+from specexp.zoo.rows import batches, encode
 
 NAMES = ["target-10m", "target-exit-1m", "sibling-3m", "sibling-1m", "random-tiny"]
 HEADS = ["target-10m-medusa", "target-10m-eagle3", "target-10m-dspark"]
@@ -136,7 +136,7 @@ def test_tokenizer_training_is_deterministic(corpus):
 def test_distillation_from_itself_has_no_gradient(documents):
     teacher, pupil = quick_version(TARGET).build(), quick_version(TARGET).build()
     teacher.requires_grad_(False)
-    batch = Rows(documents).batch(quick_version(TARGET).courses[0], 0)
+    batch = next(batches(documents, quick_version(TARGET).courses[0]))
     loss = loss_of(pupil, teacher)(batch)
     loss.backward()
     p = teacher(input_ids=batch[:, :-1]).logits.softmax(-1)

@@ -1,11 +1,12 @@
 """The training loop, on random models of the zoo's shape, and heads for a target of one's own."""
 
+import shutil
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_llama, tiny_tokenizer
 from transformers import AutoTokenizer
 
 from making.corpus import gather
@@ -18,7 +19,7 @@ from specexp.models.load import of_module
 from specexp.zoo import train
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, HEADS, Course, Phase
-from specexp.zoo.rows import PIECE, Rows, cut, encode
+from specexp.zoo.rows import PIECE, batches, cut, encode
 from specexp.zoo.train import GIVEN, NEW, continued, fit
 
 
@@ -38,18 +39,16 @@ def documents(corpus):
 
 def test_rows_are_a_function_of_the_step(documents):
     course = quick_version(TARGET).courses[0]
-    forward = [Rows(documents).batch(course, step) for step in range(course.steps)]
-    rows = Rows(documents)
-    for step in reversed(range(course.steps)):
-        assert torch.equal(rows.batch(course, step), forward[step])
+    forward = [*batches(documents, course)]
+    for step in range(course.steps):
+        assert torch.equal(next(batches(documents, course, step)), forward[step])
     assert [tuple(b.shape) for b in forward] == [(4, 65)] * 4 + [(2, 129)] * 2
 
 
 def test_epoch_holds_every_token_as_often_as_stated():
     ids = {"a": [np.arange(1, 9, dtype=np.uint16)], "b": [np.arange(11, 20, dtype=np.uint16)]}
-    rows = Rows(ids, {"b": 2})
-    course = Course((Phase(5, 1, 5),))
-    seen = torch.cat([rows.batch(course, step)[:, :-1].flatten() for step in range(5)]).tolist()
+    course = Course((Phase(5, 1, 5),), {"b": 2})
+    seen = torch.cat([batch[:, :-1].flatten() for batch in batches(ids, course)]).tolist()
     counts = [seen.count(i) for i in range(20)]
     assert sum(counts) == 25  # of 8 + 2 * 9, the last being only predicted
     assert max(counts[1:9]) == 1
@@ -58,35 +57,33 @@ def test_epoch_holds_every_token_as_often_as_stated():
 
 def test_too_little_text_for_a_batch_is_refused():
     with pytest.raises(ValueError, match="do not fill one batch"):
-        Rows({"a": [np.zeros(9, dtype=np.uint16)]}).batch(TARGET.courses[0], 0)
+        next(batches({"a": [np.zeros(9, dtype=np.uint16)]}, TARGET.courses[0]))
 
 
 # the loop
 
 
-class Killed(Rows):
-    """Rows of a run that dies when it asks for the sixth batch."""
-
-    def batch(self, course, step):
-        if step == 5:
-            raise KeyboardInterrupt
-        return super().batch(course, step)
+def _fit(recipe, documents, work, aim=None, watch=len):
+    model, courses = recipe.build(), recipe.courses[:1]
+    return model, fit(recipe.name, courses, documents, work, model, loss_of(model, None),
+                      compiled=False, checkpoint_every=2, aim=aim, watch=watch)  # fmt: skip
 
 
-def _fit(recipe, rows, work, aim=None, watch=len):
-    model, course = recipe.build(), recipe.courses[0]
-    return model, fit(recipe.name, course, rows, work, model, loss_of(model, None), compiled=False,
-                      checkpoint_every=2, aim=aim, watch=watch)  # fmt: skip
-
-
-def test_resumed_training_has_the_same_weights(documents, tmp_path):
+def test_resumed_training_has_the_same_weights(documents, tmp_path, monkeypatch):
     recipe, curve, resumed_curve = quick_version(TARGET, steps=6), {}, {}
-    whole, losses = _fit(recipe, Rows(documents), tmp_path / "a", watch=curve.update)
-    with pytest.raises(KeyboardInterrupt):
-        _fit(recipe, Killed(documents), tmp_path / "b")
+    whole, losses = _fit(recipe, documents, tmp_path / "a", watch=curve.update)
+
+    def killed(*args):
+        yield from islice(batches(*args), 5)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as first:
+        first.setattr(train, "batches", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _fit(recipe, documents, tmp_path / "b")
     (left,) = (tmp_path / "b").iterdir()
     assert len(torch.load(left, weights_only=True)["losses"]) == 4
-    resumed, again = _fit(recipe, Rows(documents), tmp_path / "b", watch=resumed_curve.update)
+    resumed, again = _fit(recipe, documents, tmp_path / "b", watch=resumed_curve.update)
     assert again == losses
     assert resumed_curve == curve
     assert [*curve] == [2, 4, 6, 8, 9]
@@ -96,11 +93,12 @@ def test_resumed_training_has_the_same_weights(documents, tmp_path):
 
 def test_checkpoint_of_another_recipe_or_text_is_ignored(documents, tmp_path):
     recipe = quick_version(TARGET, steps=2)
-    _fit(recipe, Rows(documents), tmp_path)
-    _fit(replace(recipe, seed=7), Rows(documents), tmp_path)
-    _fit(recipe, Rows(documents, {"code": 2}), tmp_path)
-    _fit(recipe, Rows(documents), tmp_path, aim="another teacher")
-    _fit(recipe, Rows(documents), tmp_path)
+    more_code = replace(recipe.courses[0], repeats={"code": 2})
+    _fit(recipe, documents, tmp_path)
+    _fit(replace(recipe, seed=7), documents, tmp_path)
+    _fit(replace(recipe, courses=(more_code,)), documents, tmp_path)
+    _fit(recipe, documents, tmp_path, aim="another teacher")
+    _fit(recipe, documents, tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -119,13 +117,9 @@ def test_continuations_are_of_the_target_and_its_documents(documents, tmp_path):
 
 
 @pytest.fixture
-def mine(tmp_path):
+def mine(tiny_folders, tmp_path):
     """A target that is not of the zoo, in a folder."""
-    tokenizer = tiny_tokenizer("def mean(values): return sum(values) / len(values)\n" * 3)
-    folder = tmp_path / "mine"
-    tiny_llama(0, 3, vocab=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return shutil.copytree(tiny_folders[0], tmp_path / "mine")
 
 
 def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypatch):

@@ -14,8 +14,9 @@ from transformers import LlamaForCausalLM
 from making.recipes import CONTEXT, Recipe
 from specexp.models.heads.layouts import BLOCKS, DRAFTED_BY, EAGLE3
 from specexp.zoo import shelf
+from specexp.zoo.drafts import agreement, logits_after
 from specexp.zoo.recipes import VOCABULARY
-from specexp.zoo.rows import Documents
+from specexp.zoo.rows import Documents, windows
 from specexp.zoo.train import trained_on
 
 Figures = dict[str, dict[str, float]]
@@ -31,28 +32,18 @@ def measure(
 ) -> Figures:
     """Figures per kind on the first `tokens` tokens of held-out text, in rows of `length`.
 
-    `loss`: nats per token. With a target, both given the true text before each position:
-    `agreement`, how often both have the same most probable token, and `overlap`, 1 - TV of the
-    two distributions, which is the acceptance probability of rejection sampling (Leviathan et al.
-    2022, section 3.2).
+    `loss`: nats per token. With a target also `drafts.agreement`, both given the true text before
+    each position; the overlap is 1 - TV of the two distributions, which is the acceptance
+    probability of rejection sampling (Leviathan et al. 2022, section 3.2).
     """
     figures: Figures = {}
     for kind, texts in documents.items():
-        stream = np.concatenate(texts)[: tokens + 1].astype(np.int64)
-        T = min(length, len(stream) - 1)
-        starts = range(0, len(stream) - T, T)
-        sums: dict[str, float] = {}
-        for start in starts:
-            row = torch.from_numpy(stream[start : start + T + 1])[None].to(model.device)
-            q = model(input_ids=row[:, :-1]).logits.float().log_softmax(-1)[0]  # [T, V]
-            seen = {"loss": F.nll_loss(q, row[0, 1:])}
-            if target is not None:
-                p = target(input_ids=row[:, :-1]).logits.float().log_softmax(-1)[0]
-                seen["agreement"] = (p.argmax(-1) == q.argmax(-1)).float().mean()
-                seen["overlap"] = torch.minimum(p.exp(), q.exp()).sum(-1).mean()
-            for name, value in seen.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
-        figures[kind] = {name: round(value / len(starts), 4) for name, value in sums.items()}
+        rows = windows(texts, length)[: tokens // length]
+        batch = torch.from_numpy(rows.astype(np.int64)).to(model.device)
+        losses = [F.cross_entropy(logits_after(model, row[None]), row[1:]) for row in batch]
+        figures[kind] = {"loss": round(float(torch.stack(losses).mean()), 4)}
+        if target is not None:
+            figures[kind] |= agreement(target, model, [*rows])
     return figures
 
 
@@ -65,18 +56,10 @@ def describe(
 ) -> dict[str, Any]:
     """The content of `zoo.json`, of which `shelf.py` reads the fields of `ZooModel`."""
     trained = trained_on(recipe.courses, losses, recipe.seed, corpus=dict(corpus))
-    return {
-        "name": recipe.name,
-        "role": recipe.role,
+    copied = ("name", "role", "layers", "width", "about", "hidden", "heads", "kv_heads", "exits")
+    return {name: getattr(recipe, name) for name in copied} | {
         "target": recipe.teacher,
         "parameters": model.num_parameters(),
-        "layers": recipe.layers,
-        "width": recipe.width,
-        "about": recipe.about,
-        "hidden": recipe.hidden,
-        "heads": recipe.heads,
-        "kv_heads": recipe.kv_heads,
-        "exits": list(recipe.exits),
         "vocabulary": VOCABULARY,
         "context": CONTEXT,
         "dtype": "bfloat16",

@@ -28,7 +28,6 @@ import sysconfig
 import tokenize
 import warnings
 from collections.abc import Iterable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,7 @@ def small() -> Texts:
     return gather(records=80, edits=80, limit=24)
 
 
-def gather(
-    records: int = 5_000, edits: int = 7_500, limit: int | None = None, seed: int = 0
-) -> Texts:
+def gather(records: int = 5_000, edits: int = 7_500, limit: int | None = None) -> Texts:
     """Read the standard library and generate the rest.
 
     `records` and `edits`: numbers of generated training documents (a sixteenth as many are held
@@ -78,7 +75,7 @@ def gather(
         code, prose = ([t for t in part if t not in seen] for part in (code, prose))
         seen.update(code, prose)
         share = HELD_OUT if held else 256
-        rng = random.Random(f"{seed} {side}")
+        rng = random.Random(f"0 {side}")
         snippets = [s for text in mine for s in functions(text)]
         paragraphs = [p for passage in prose for p in _paragraphs(passage)]
         vocabulary = sorted({word for s in snippets for word in re.findall(r"[A-Za-z]\w*", s)})
@@ -123,7 +120,7 @@ def is_held_out(text: str) -> bool:
 
 def pieces(source: str) -> list[str]:
     """A module, cut between top-level statements into pieces of about `PIECE` characters."""
-    if not _is_code(source):
+    if not _parsed(source):
         return []
     cut: list[str] = []
     piece = ""
@@ -145,10 +142,10 @@ def pieces(source: str) -> list[str]:
 
 def passages(source: str) -> list[str]:
     """The prose of a source: docstrings, each under the name it documents, and long comments."""
-    if not _is_code(source):
+    if not (module := _parsed(source)):
         return [p + "\n" for p in _sections(source)]
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(module):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             doc = ast.get_docstring(node)
             if doc and len(doc) > 160:
@@ -158,11 +155,11 @@ def passages(source: str) -> list[str]:
 
 def functions(source: str) -> list[str]:
     """Functions and methods short enough to occur twice in a document, dedented."""
-    if not _is_code(source):
+    if not (module := _parsed(source)):
         return []
     lines = source.splitlines()
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) and node.end_lineno:
             body = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             if 90 < len(body) < 900 and body.count("\n") < 26:
@@ -200,15 +197,15 @@ def _ends_decorated(piece: str) -> bool:
     return piece.rstrip().rsplit("\n", 1)[-1].startswith("@")
 
 
-@lru_cache(maxsize=1024)
-def _is_code(source: str) -> bool:
+def _parsed(source: str) -> ast.Module | None:
+    """The module that a source is; None if it is no code."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(source)
+            module = ast.parse(source)
     except (SyntaxError, ValueError):
-        return False
-    return len(tree.body) > 1
+        return None
+    return module if len(module.body) > 1 else None
 
 
 def _title(node: ast.AST) -> str:

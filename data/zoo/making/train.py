@@ -22,7 +22,7 @@ from specexp.errors import UserError
 from specexp.models.load import of_module
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import END
-from specexp.zoo.rows import Rows, Texts, encode
+from specexp.zoo.rows import Texts, encode
 from specexp.zoo.train import Loss, can_compile, check_device, continued, fingerprint, fit
 
 
@@ -61,16 +61,13 @@ def _make(recipe: Recipe, texts: Texts, out: Path, work: Path, device: str, quic
     if target is not None:
         given = [d for kind in texts.train if kind != "echoes" for d in train[kind]]
         train["continued"] = continued(of_module(target), given, 8 if quick else 512, work)
-    losses: list[float] = []
     model = recipe.build().to(device)
     if target is not None and target.config.hidden_size == recipe.width:
         model.model.embed_tokens.weight.data.copy_(target.model.embed_tokens.weight.data)
     compiled = not quick and can_compile(device)
     aim = recipe.exits, fingerprint(target) if target is not None else ""
-    for course in recipe.courses:
-        rows = Rows(train, course.repeats)
-        loss = loss_of(model, target, recipe.exits)
-        losses += fit(recipe.name, course, rows, work, model, loss, device, compiled, aim=aim)
+    loss = loss_of(model, target, recipe.exits)
+    losses = fit(recipe.name, recipe.courses, train, work, model, loss, device, compiled, aim=aim)
     shipped = model.to(torch.bfloat16)
     shipped.generation_config = GenerationConfig(
         bos_token_id=END, eos_token_id=END, pad_token_id=END
