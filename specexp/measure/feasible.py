@@ -29,9 +29,8 @@ PAIRING = ("drafter", "gamma", "temperature", "rule", "tree")
 """What a pairing is varied over: singly, or in a list."""
 SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 DEFAULTS: dict[str, Any] = {
-    n: PARAMETERS[n].default
-    for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
-}  # fmt: skip
+    n: PARAMETERS[n].default for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
+}
 LEAST = 1 << 30  # bytes that every GPU has
 
 
@@ -67,31 +66,22 @@ class _Findings:
 
 
 def problems_of(
-    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: Set[str]
+    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: Set[str], light: bool
 ) -> list[Problem]:
-    """The problems of these parameters together. `wrong`: those whose own value is wrong already;
-    if there are any, memory is not asked about."""
+    """The problems of these parameters together; if `light`, those that names, numbers and the
+    prompts show, without torch. `wrong`: those whose own value is wrong already; if there are any,
+    memory is not asked about."""
     findings = _Findings(params)
     texts = _check_texts(params, texts, known, findings, wrong)
-    if str(device := params.get("device", "auto")).startswith("cuda"):
+    if not light and str(device := params.get("device", "auto")).startswith("cuda"):
         findings.check(known.cached, facts_of_gpu, device, blame=("device",))
     deepest = MOST
-    if "target" in params:
+    if not light and "target" in params:
         pairings, longest = _check_models(params, texts, known, findings, wrong)
         if pairings and not (findings.problems or wrong):
             _check_memory(params, pairings, longest, known, findings)
         deepest = min([deepest, *(pairing.limits.deepest for pairing in pairings)])
     _check_policies(params, deepest, known, findings)
-    return findings.problems
-
-
-def problems_of_texts(
-    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: Set[str]
-) -> list[Problem]:
-    """Those of `problems_of` that names, numbers and the prompts show, without torch."""
-    findings = _Findings(params)
-    _check_texts(params, texts, known, findings, wrong)
-    _check_policies(params, MOST, known, findings)
     return findings.problems
 
 
