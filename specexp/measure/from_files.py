@@ -31,10 +31,8 @@ TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # add nothing to tokenizer.json
 ROPES: dict[str, set[str]] = {  # and what each takes besides its base
     "default": set(),
-    "llama3": {
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    },
-}  # fmt: skip
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",

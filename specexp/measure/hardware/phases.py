@@ -80,7 +80,7 @@ class PassTimed(Engine):
 
 def phases(
     pairing: Pairing, texts: Sequence[str], max_new_tokens: int, repeats: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Shares and milliseconds of every phase; the unit is a repeat of all texts. Plain data."""
     speculative = pairing.with_().engine
     speculative.eos = ()
