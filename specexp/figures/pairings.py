@@ -104,7 +104,7 @@ def heat_map(
 def by_position(samples: pd.DataFrame) -> Figure:
     """Acceptance by position in the draft, one line a pairing, and a row of panels for every few.
     Left: P(at least i tokens accepted); right: P(token i accepted | token i - 1 was)."""
-    looks = style.marks(dict.fromkeys(samples["pairing"]))
+    looks = style.marks(samples["pairing"])
     first, gamma = samples["pairing"].iloc[0], int(samples["gamma"].max())
     sides = {"this token and all before it": False, "this token, given the one before": True}
     groups = np.array_split(list(looks), -(-len(looks) // MOST_LINES))
@@ -136,7 +136,7 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
     rates = _rates(samples, "temperature").sort_values("temperature")
     first = samples["pairing"].iloc[0]
     with style.canvas() as (figure, axes):
-        for pairing, look in style.marks(dict.fromkeys(samples["pairing"])).items():
+        for pairing, look in style.marks(samples["pairing"]).items():
             part = rates[rates["pairing"] == pairing]
             style.points(axes, part, "temperature", "value", label=pairing, **look)
         axes.set(ylabel="acceptance rate", ylim=(0, 1.02))

@@ -237,28 +237,25 @@ def _tokenizer(target: str, known: Known) -> Any:
 def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate:
     """The pairing of these options of `specexp.load`. Raises UserError if it cannot be built."""
     known(naming.insist_on_drafter, options["drafter"], options["target"])
-    ruling = None
-    if (rule := options["rule"]) != "auto":
-        ruling = _ruling(rule, known)
-    looked_up = dict(options) | {"seed": 0}
-    if options["sampling"] == "given":
+    rule, gamma, given = options["rule"], options["gamma"], options["sampling"] == "given"
+    ruling = None if rule == "auto" else _ruling(rule, known)
+    looked_up = {n: v for n, v in options.items() if n != "rule"} | {"seed": 0}
+    if given:
         fitting.check_sampling(*(options[name] for name in ("temperature", *SAMPLING)))
         looked_up |= SAMPLING | {"temperature": 0.0}
     if not _may_be_own(options["drafter"]):  # then it sees nothing of the tree and the rule
         looked_up |= {"gamma": 1, "tree": "chain"}
-    looked_up |= {"gamma": 1} if options["gamma"] is None else {}
-    looked_up.pop("rule")
+    elif gamma is None:
+        looked_up["gamma"] = 1
     asking = tuple(looked_up.items())
     facts = known(from_files.pairing, known, asking) or known.cached(
         "specexp.names.facts_of_pairing", *asking
     )
     limits = fitting.Limits(**facts["limits"])
-    gamma = options["gamma"]
     if gamma is None:
         gamma = fitting.usual_gamma(limits, options["tree"])
     tree = Tree.parse(options["tree"], gamma)
-    own = options["sampling"] == "given"
-    temperature = options["temperature"] if own else facts["sampling"]["temperature"]
+    temperature = options["temperature"] if given else facts["sampling"]["temperature"]
     fitting.fit(facts["method"], limits, tree, vocab, ruling, temperature)
     models = [SimpleNamespace(**sizes) for sizes in facts["models"]]
     return Candidate(limits, tree, temperature, models)

@@ -250,11 +250,11 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
     never reached count as never accepted. One row a draft length, with columns gamma, tokens (of a
     round), speedup and verify (a pass and the rule, in plain steps)."""
     step = step_s(costs)
-    acceptance = [*record.conditional, *[0.0] * int(costs["gamma"].max())]
     rows = []
     for gamma, draft, verify, rest in costs.itertuples(index=False):
-        tokens = theory.tokens_of_round(acceptance[:gamma])
-        speedup = theory.measured_speedup(acceptance[:gamma], draft, verify + rest, step)
+        acceptance = record.conditional[:gamma]
+        tokens = theory.tokens_of_round(acceptance)
+        speedup = theory.measured_speedup(acceptance, draft, verify + rest, step)
         rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup,
                      "verify": (verify + rest) / step})  # fmt: skip
     return pd.DataFrame(rows)
