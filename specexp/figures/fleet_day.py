@@ -5,8 +5,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from specexp.errors import counted
+from specexp.figures import style
 from specexp.figures.break_even import doubt
-from specexp.figures.style import INK, batch_axis, canvas, panels, title
 from specexp.figures.under_load import lines
 from specexp.measure.under_load.fleet import HOURS, Setting, saved
 
@@ -16,7 +16,7 @@ def paces(setting: Setting, table: pd.DataFrame, policy: str) -> Figure:
     with the limit. From `fleet.pace_table`; the title is about `policy`."""
     names = list(setting.paces)
     looks, most = lines(names), int(table["streams"].max())
-    with panels(2, 5.25, 4.6) as (figure, (left, right)):
+    with style.panels(2, 5.25, 4.6) as (figure, (left, right)):
         for name in names:
             part, look = table[table["policy"] == name], looks[name] | {"markevery": 0.2}
             left.plot(part["streams"], part["tok_s"], **look)
@@ -24,13 +24,13 @@ def paces(setting: Setting, table: pd.DataFrame, policy: str) -> Figure:
         limit = 1e3 * setting.tpot_s
         right.axhline(limit, color="k", lw=1, ls=":", label=f"limit {limit:.3g} ms")
         for axes in (left, right):
-            batch_axis(axes, [2**i for i in range(most.bit_length())])
+            style.batch_axis(axes, [2**i for i in range(most.bit_length())])
             axes.set_xlabel("streams per replica")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
         right.set(ylabel="ms per token of a stream",
                   ylim=(0, min(table["token_ms"].max() * 1.05, 4 * limit)))  # fmt: skip
         finding = f"SIMULATED replica{doubt(setting.costs)}: {_paying(table, policy)}"
-        title(figure, finding, no_intervals="computed")
+        style.title(figure, finding, no_intervals="computed")
     return figure
 
 
@@ -51,7 +51,7 @@ def over_the_day(hours: pd.DataFrame, policy: str) -> Figure:
     `policy`."""
     names = list(dict.fromkeys(hours["policy"]))
     looks = lines(names)
-    with canvas(10, 4.8) as (figure, axes):
+    with style.canvas(10, 4.8) as (figure, axes):
         for name in names:
             part = hours[hours["policy"] == name]
             if part["replicas"].isna().any():
@@ -71,10 +71,10 @@ def over_the_day(hours: pd.DataFrame, policy: str) -> Figure:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         rate = axes.twinx()
         first = hours[hours["policy"] == names[0]]
-        rate.plot(first["hour"] + 0.5, first["rate"], color=INK, lw=1, ls=":")
+        rate.plot(first["hour"] + 0.5, first["rate"], color=style.INK, lw=1, ls=":")
         rate.set(ylabel="requests/s (dotted)", ylim=(0, None))
         rate.grid(False)
-        title(figure, f"SIMULATED day: {_saving(hours, policy)}")
+        style.title(figure, f"SIMULATED day: {_saving(hours, policy)}")
     return figure
 
 

@@ -194,7 +194,7 @@ def tension(passes: pd.DataFrame, by_batch: pd.DataFrame, gamma: int) -> Figure:
 
 def pays(
     costs: Costs, batches: Sequence[int] = (1, 4, 16, 64), alphas: Sequence[float] = (0.5, 0.7, 0.9)
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Predicted speedup over draft length, a panel a batch and a line an acceptance probability
     (the same at every position), from a table of measured costs."""
     gammas, context = costs.gammas[1:], costs.contexts[0]

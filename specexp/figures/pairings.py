@@ -66,8 +66,8 @@ def _rates(samples: pd.DataFrame, by: str) -> pd.DataFrame:
 
 
 def heat_map(
-    rates: pd.DataFrame, finding: str, notes: pd.DataFrame | None = None,
-    hatched: pd.DataFrame | None = None, no_intervals: str = "",
+    rates: pd.DataFrame, finding: str, notes: pd.DataFrame, hatched: pd.DataFrame | None = None,
+    no_intervals: str = "",
 ) -> Figure:  # fmt: skip
     """Shares as a heat map with a note below each, the shipped categories first; cells in which
     `hatched` is true are hatched."""
@@ -75,8 +75,7 @@ def heat_map(
     order = [c for c in NAMES if c in rates] + [c for c in rates if c not in NAMES]
     rates = rates[order]
     texts = rates.map(lambda share: "" if pd.isna(share) else f"{share:.0%}")
-    if notes is not None:
-        texts = texts + "\n" + notes.reindex_like(rates).fillna("")
+    texts = texts + "\n" + notes.reindex_like(rates).fillna("")
     wide = min(style.WIDEST, max(style.NARROWEST, 2.5 + 1.3 * len(order)))
     room = int(10 * (wide - 2.5) / len(order))  # characters
     level = all(len(w) <= room for c in order for w in str(c).replace("-", "- ").split())
@@ -105,7 +104,7 @@ def heat_map(
 def by_position(samples: pd.DataFrame) -> Figure:
     """Acceptance by position in the draft, one line a pairing, and a row of panels for every few.
     Left: P(at least i tokens accepted); right: P(token i accepted | token i - 1 was)."""
-    looks = style.marks(dict.fromkeys(samples["pairing"]))
+    looks = style.marks(samples["pairing"])
     first, gamma = samples["pairing"].iloc[0], int(samples["gamma"].max())
     sides = {"this token and all before it": False, "this token, given the one before": True}
     groups = np.array_split(list(looks), -(-len(looks) // MOST_LINES))
@@ -137,7 +136,7 @@ def by_temperature(samples: pd.DataFrame) -> Figure:
     rates = _rates(samples, "temperature").sort_values("temperature")
     first = samples["pairing"].iloc[0]
     with style.canvas() as (figure, axes):
-        for pairing, look in style.marks(dict.fromkeys(samples["pairing"])).items():
+        for pairing, look in style.marks(samples["pairing"]).items():
             part = rates[rates["pairing"] == pairing]
             style.points(axes, part, "temperature", "value", label=pairing, **look)
         axes.set(ylabel="acceptance rate", ylim=(0, 1.02))

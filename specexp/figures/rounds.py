@@ -12,17 +12,7 @@ from matplotlib.figure import Figure
 from rich.cells import cell_len
 
 from specexp.errors import counted
-from specexp.figures.style import (
-    INK,
-    PLAIN,
-    SPECULATIVE,
-    WIDEST,
-    canvas,
-    fonts,
-    nothing,
-    panels,
-    title,
-)
+from specexp.figures import style
 from specexp.figures.tokens import COLOURS, HATCHED, by_kind, cut, symbols
 
 if TYPE_CHECKING:
@@ -41,20 +31,20 @@ def strip(output: Output, most: int = 16) -> Figure:
     texts = [[(kind, _label(output.decode([t]))) for t, kind in line] for _, line in lines]
     widths = [[max(2, cell_len(text) + 1) for _, text in line] for line in texts]
     wide = max(map(sum, widths)) * CHARACTER + 1.2
-    size = 9 * min(1, WIDEST / wide)
-    with canvas(min(WIDEST, max(8, wide)), 1.7 + 0.3 * len(lines)) as (figure, axes):
+    size = 9 * min(1, style.WIDEST / wide)
+    with style.canvas(min(style.WIDEST, max(8, wide)), 1.7 + 0.3 * len(lines)) as (figure, axes):
         for y, (line, width) in enumerate(zip(texts, widths, strict=True)):
             for (kind, text), x, w in zip(line, accumulate([0, *width]), width, strict=False):
                 axes.barh(y, w - 0.15, 0.86, x, color=COLOURS[kind], alpha=0.45,
                           hatch=HATCHED.get(kind), edgecolor="white", label=kind)  # fmt: skip
-                axes.text(x + w / 2, y, text, ha="center", va="center", fontsize=size, color=INK,
-                          family=fonts("monospace"))  # fmt: skip
+                axes.text(x + w / 2, y, text, ha="center", va="center", fontsize=size,
+                          color=style.INK, family=style.fonts("monospace"))  # fmt: skip
         counts = [f"{step.accepted}/{step.drafted}" for step, _ in lines]
         axes.set_yticks(range(len(lines)), counts)
         axes.set(xlabel="one line per round: accepted/drafted, then its tokens", xticks=[])
         axes.invert_yaxis()
         axes.grid(False)
-        title(figure, f"One of the prompts: {output.trace.by_row[0]}{only}")
+        style.title(figure, f"One of the prompts: {output.trace.by_row[0]}{only}")
     return figure
 
 
@@ -68,22 +58,22 @@ def trees(edges: pd.DataFrame) -> Figure:
     """Drafts as trees, a panel each: on the edge to a draft token how often it was accepted where
     its parent was, faint where that were few rounds; from `one_pairing.edges`."""
     if edges.empty:
-        return nothing("Every draft here is grown: no two rounds have the same tree")
+        return style.nothing("Every draft here is grown: no two rounds have the same tree")
     arms = {name: part.reset_index(drop=True) for name, part in edges.groupby("arm", sort=False)}
     places, deepest = [_places(part["parent"]) for part in arms.values()], edges["depth"].max()
     size = max(3.5, 0.75 * max(map(max, places)) + 1.5), 1.6 + 0.6 * deepest
-    with panels(len(arms), *size, sharey=True) as (figure, every):
+    with style.panels(len(arms), *size, sharey=True) as (figure, every):
         for axes, (name, part), x in zip(every, arms.items(), places, strict=True):
             for node, edge in part[1:].iterrows():
                 across, up = [x[edge["parent"]], x[node]], [edge["depth"] - 1, edge["depth"]]
                 rounds = part["accepted"][edge["parent"]]
                 faint, share = 0.3 if rounds < MIN_ROUNDS else 1.0, f"{edge['rate']:.0%}"
-                axes.plot(across, up, color=SPECULATIVE, lw=0.5 + 7 * edge["rate"], zorder=1,
+                axes.plot(across, up, color=style.SPECULATIVE, lw=0.5 + 7 * edge["rate"], zorder=1,
                           alpha=faint)  # fmt: skip
                 label = np.average([across, up], axis=1, weights=(1, 2))  # where siblings are apart
                 axes.text(*label, share if rounds else "–", ha="center", va="center", fontsize=9,
                           bbox={"fc": "white", "ec": "none", "pad": 1})  # fmt: skip
-            axes.scatter(x, part["depth"], s=60, color=PLAIN, edgecolors=INK, zorder=3)
+            axes.scatter(x, part["depth"], s=60, color=style.PLAIN, edgecolors=style.INK, zorder=3)
             axes.set_title(name, fontsize=10)
             axes.set(xticks=[], yticks=range(deepest + 1), xlim=(-0.6, max(x) + 0.6))
             axes.grid(False)
@@ -93,7 +83,7 @@ def trees(edges: pd.DataFrame) -> Figure:
         best = first[first["child"] == 0]["rate"]
         more = (first["rate"] * (first["child"] > 0)).groupby(first["arm"]).sum()
         shares = dict.fromkeys([f"{best.min():.0%}", f"{best.max():.0%}"])
-        title(figure,
+        style.title(figure,
               f"The likeliest first draft token is accepted in {' to '.join(shares)} of rounds"
               + f"; its siblings add at most {more.max():.0%}" * bool((first["child"] > 0).any()),
               no_intervals=f"shares of rounds, faint where of fewer than {MIN_ROUNDS}, – of none"

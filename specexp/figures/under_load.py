@@ -36,7 +36,7 @@ def as_text(key: str, value: float) -> str:
 def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
     """Tokens/s, speedup over plain decoding, and regret of the load-aware policies, by the number
     of streams. From `under_load.rates` and `under_load.regrets`."""
-    looks = lines(dict.fromkeys(rates["policy"]))
+    looks = lines(rates["policy"])
     with style.panels(3, 5.25, 4) as (figure, (left, middle, right)):
         for line, (name, look) in enumerate(looks.items()):
             part, lost = (
@@ -114,7 +114,7 @@ def latencies(answers: pd.DataFrame, finding: str, **limits_ms: float) -> Figure
     """The share of requests that took at most so long, for TTFT, TPOT and E2E, a line a policy;
     answers: columns policy, ttft_s, tpot_s and e2e_s, a row a request. limits_ms: by `ttft`, `tpot`
     or `e2e`, drawn as lines."""
-    looks = lines(dict.fromkeys(answers["policy"]))
+    looks = lines(answers["policy"])
     with style.panels(3, 3.5, 4.2, sharey=True) as (figure, every):
         for axes, kind in zip(every, ("ttft", "tpot", "e2e"), strict=True):
             for name, look in looks.items():
@@ -145,7 +145,7 @@ def within_limits(served: pd.DataFrame) -> str:
 def simulated(compared: pd.DataFrame) -> Figure:
     """Simulated against real, one point a policy and figure; from `under_load.compare_runs`."""
     kinds = list(dict.fromkeys(compared["figure"]))
-    looks = style.marks(dict.fromkeys(compared["policy"]))
+    looks = style.marks(compared["policy"])
     with style.panels(len(kinds), 5.25, 4.2) as (figure, every):
         for axes, kind in zip(every, kinds, strict=True):
             part = compared[compared["figure"] == kind]

@@ -172,7 +172,7 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
     usual, rows = summaries.pooled(accepted).conditional, []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
         context = part["context"].mean()
-        (measured,) = statistics.simultaneous([summaries.speedup(part)])
+        measured = summaries.speedup(part).interval
         record = summaries.pooled(part)
         own = costs.speedup(batch, gamma, record.conditional, context)
         fits = theory.credible(measured.value, record.length, own)
@@ -202,7 +202,7 @@ def tax(
     )
     rows = []
     for batch, part in samples.groupby("batch"):
-        (pace,) = statistics.simultaneous([summaries.round_draws(part)])
+        pace = summaries.round_draws(part).interval
         times = Interval(1 / pace.value, 1 / pace.high, 1 / pace.low)
         rows.append({"batch": batch} | times.plus(-1).columns("tax"))
     return pd.DataFrame(rows)

@@ -28,9 +28,8 @@ PAIRING = ("drafter", "gamma", "temperature", "rule", "tree")
 """What a pairing is varied over: singly, or in a list."""
 SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 DEFAULTS: dict[str, Any] = {
-    n: PARAMETERS[n].default
-    for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
-}  # fmt: skip
+    n: PARAMETERS[n].default for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
+}
 
 
 @dataclass(frozen=True)
@@ -65,31 +64,22 @@ class _Findings:
 
 
 def problems_of(
-    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: Set[str]
+    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: Set[str], light: bool
 ) -> list[Problem]:
-    """The problems of these parameters together. `wrong`: those whose own value is wrong already;
-    if there are any, memory is not asked about."""
+    """The problems of these parameters together; if `light`, those that names, numbers and the
+    prompts show, without torch. `wrong`: those whose own value is wrong already; if there are any,
+    memory is not asked about."""
     findings = _Findings(params)
     texts = _check_texts(params, texts, known, findings, wrong)
-    if str(device := params.get("device", "auto")).startswith("cuda"):
+    if not light and str(device := params.get("device", "auto")).startswith("cuda"):
         findings.check(known.cached, facts_of_gpu, device, blame=("device",))
     deepest = MOST
-    if "target" in params:
+    if not light and "target" in params:
         pairings, longest = _check_models(params, texts, known, findings, wrong)
         if pairings and not (findings.problems or wrong):
             _check_memory(params, pairings, longest, known, findings)
         deepest = min([deepest, *(pairing.limits.deepest for pairing in pairings)])
     _check_policies(params, deepest, known, findings)
-    return findings.problems
-
-
-def problems_of_texts(
-    params: Params, texts: list[prompts.Prompt] | None, known: Known, wrong: Set[str]
-) -> list[Problem]:
-    """Those of `problems_of` that names, numbers and the prompts show, without torch."""
-    findings = _Findings(params)
-    _check_texts(params, texts, known, findings, wrong)
-    _check_policies(params, MOST, known, findings)
     return findings.problems
 
 
@@ -232,26 +222,25 @@ def _tokenizer(target: str, known: Known) -> Any:
 def candidate(options: Mapping[str, Any], vocab: int, known: Known) -> Candidate:
     """The pairing of these options of `specexp.load`. Raises UserError if it cannot be built."""
     known(naming.insist_on_drafter, options["drafter"], options["target"])
+    rule, gamma, given = options["rule"], options["gamma"], options["sampling"] == "given"
     ruling = None
-    if (rule := options["rule"]) != "auto":
+    if rule != "auto":
         ruling = SimpleNamespace(**known.cached("specexp.names.facts_of_rule", rule))
-    looked_up = dict(options) | {"seed": 0}
-    if options["sampling"] == "given":
+    looked_up = {n: v for n, v in options.items() if n != "rule"} | {"seed": 0}
+    if given:
         fitting.check_sampling(*(options[name] for name in ("temperature", *SAMPLING)))
         looked_up |= SAMPLING | {"temperature": 0.0}
     if not _may_be_own(options["drafter"]):  # then it sees nothing of the tree and the rule
         looked_up |= {"gamma": 1, "tree": "chain"}
-    looked_up |= {"gamma": 1} if options["gamma"] is None else {}
-    looked_up.pop("rule")
+    elif gamma is None:
+        looked_up["gamma"] = 1
     asking = tuple(looked_up.items())
     facts = known.cached("specexp.names.facts_of_pairing", *asking)
     limits = fitting.Limits(**facts["limits"])
-    gamma = options["gamma"]
     if gamma is None:
         gamma = fitting.usual_gamma(limits, options["tree"])
     tree = Tree.parse(options["tree"], gamma)
-    own = options["sampling"] == "given"
-    temperature = options["temperature"] if own else facts["sampling"]["temperature"]
+    temperature = options["temperature"] if given else facts["sampling"]["temperature"]
     fitting.fit(facts["method"], limits, tree, vocab, ruling, temperature)
     models = [SimpleNamespace(**sizes) for sizes in facts["models"]]
     return Candidate(limits, tree, temperature, models)

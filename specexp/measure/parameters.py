@@ -93,10 +93,6 @@ def _dtype(name: str, value: Any) -> None:
         raise UserError(f"dtype {value!r} is unknown; use {', '.join(DTYPES)}")
 
 
-def _device(name: str, value: Any) -> None:
-    check_device(value)
-
-
 # --- the table -----------------------------------------------------------------------------------
 
 PARAMETERS: dict[str, Parameter] = {
@@ -123,7 +119,8 @@ PARAMETERS: dict[str, Parameter] = {
     "sampling": Parameter("str",
         "given (temperature, top_k, ...), or model (generation_config.json)", default="given"),
     "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
-    "device": Parameter("str", "auto, cpu, cuda or cuda:N", _device, "auto"),
+    "device": Parameter("str", "auto, cpu, cuda or cuda:N",
+                        lambda _, value: check_device(value), "auto"),
     "seed": Parameter("int", "seed of sampled output", _least(0), 0),
     # what it is measured on
     "prompts": Parameter("str",
@@ -231,8 +228,7 @@ def problems_of(
 
     problems = list(problems_of_values(params))
     wrong = wrong | {name for problem in problems for name in problem.names}
-    further = feasible.problems_of_texts if light else feasible.problems_of
-    problems += further(params, texts, known, wrong)
+    problems += feasible.problems_of(params, texts, known, wrong, light)
     first: dict[str, Problem] = {}
     for problem in problems:
         first.setdefault(problem.what, problem)

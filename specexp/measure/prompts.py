@@ -83,7 +83,7 @@ def load(
     `categories`: use only these, or all if there are none; `limit`: at most this many prompts.
     Raises UserError, which names the file and its broken lines."""
     paths = files(path_or_name)
-    if path_or_name in (*NAMES, "all"):
+    if shipped := path_or_name in (*NAMES, "all"):
         prompts = [prompt for path in paths for prompt in _read(path)[0]]
         source = "" if path_or_name == "all" else f" of {path_or_name}"
     elif os.path.isdir(path_or_name):
@@ -107,8 +107,8 @@ def load(
         if limit < 1:
             raise UserError(f"limit must be at least 1 prompt, not {limit}")
     chosen = in_turns(prompts)[:limit]
-    of_own = path_or_name not in (*NAMES, "all") and len(chosen) < total
-    return Prompts(chosen, f" (of {total})" * of_own + source)
+    some = not shipped and len(chosen) < total
+    return Prompts(chosen, f" (of {total})" * some + source)
 
 
 def in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:

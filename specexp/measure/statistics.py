@@ -71,6 +71,11 @@ class Draws(NamedTuple):
     high: np.ndarray
     doubt: str = ""
 
+    @property
+    def interval(self) -> Interval:
+        """Its own; that of any of several arms is one of `simultaneous`."""
+        return simultaneous([self])[0]
+
     def under(self, noise: Draws) -> Draws:
         """The same with the relative spread of another value, which is independent of it."""
         low, high = (
@@ -85,6 +90,8 @@ def simultaneous(arms: Sequence[Draws]) -> list[Interval]:
 
     The ends of each are quantiles of its draws, of one level for all: the level at which in 2.5 %
     of the draws, taken by all arms together, any of them is beyond its end (max-T, by ranks)."""
+    if not arms:
+        return []
     lows = _quantiles(np.array([arm.low for arm in arms]))
     highs = -_quantiles(np.array([-arm.high for arm in arms]))
     return [
@@ -102,7 +109,7 @@ def _quantiles(draws: np.ndarray) -> np.ndarray:
 
 def speedup(*columns: ArrayLike, **about: Any) -> Interval:
     """That of the columns of `speedup_draws`, with its interval. about: its other arguments."""
-    return simultaneous([speedup_draws(*columns, **about)])[0]
+    return speedup_draws(*columns, **about).interval
 
 
 def speedup_draws(
@@ -135,7 +142,7 @@ def ratio(
     if most is not None:  # such a unit may have nothing above
         ends[0] *= 1 - _unseen_weight(data.shape[1])
     unseen = _unseen_ratio(ends, data)
-    return simultaneous([_bootstrap(_ratio, data[:2], unseen, same_work)])[0]
+    return _bootstrap(_ratio, data[:2], unseen, same_work).interval
 
 
 def share(
@@ -152,7 +159,7 @@ def share(
     data = data[:, data[1] > 0]
     kinds = _unseen_weight(data.shape[1])
     ends = (1 - kinds) * _widened_range(_ratio(*data[:2])).clip(0, 1) + kinds * np.array([0, 1])
-    (value,) = simultaneous([_bootstrap(_ratio, data[:2], _unseen_ratio(ends, data))])
+    value = _bootstrap(_ratio, data[:2], _unseen_ratio(ends, data)).interval
     alone = binomtest(*data[:2].sum(1).round().astype(int)).proportion_ci(method="wilson")
     return value._replace(low=min(value.low, alone.low), high=max(value.high, alone.high))
 

@@ -45,13 +45,16 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
     each = samples.groupby(["rule", "question_id"])[["accepted", "passes"]].sum()
     by_rule = {rule: part.droplevel("rule") for rule, part in each.groupby("rule")}
     base = by_rule.pop(over).add_prefix("base_")
-    pairs = [part.join(base) for part in by_rule.values()]
-    differences = [statistics.difference_draws(*pair.to_numpy().T) for pair in pairs]
-    intervals = statistics.simultaneous(differences) if differences else []
-    rows = [
-        {"rule": rule} | gain.columns("gain") for rule, gain in zip(by_rule, intervals, strict=True)
-    ]
-    return pd.DataFrame(rows, columns=["rule", "gain", "low", "high"])
+    pairs = {rule: part.join(base) for rule, part in by_rule.items()}
+    draws = {r: statistics.difference_draws(*pair.to_numpy().T) for r, pair in pairs.items()}
+    return _table("rule", "gain", draws)
+
+
+def _table(by: str, column: str, draws: Mapping[Any, Draws]) -> pd.DataFrame:
+    """One row a key, named `by`, with its value as this column; all intervals hold at once."""
+    intervals = zip(draws, statistics.simultaneous([*draws.values()]), strict=True)
+    rows = [{by: key} | interval.columns(column) for key, interval in intervals]
+    return pd.DataFrame(rows, columns=[by, column, "low", "high"])
 
 
 def length(samples: pd.DataFrame) -> Interval:
@@ -117,9 +120,7 @@ def rounds(samples: pd.DataFrame) -> pd.DataFrame:
 # --- speedup -------------------------------------------------------------------------------------
 
 
-def speedups(
-    samples: pd.DataFrame, by: str, expected: pd.DataFrame | None = None
-) -> pd.DataFrame:  # fmt: skip
+def speedups(samples: pd.DataFrame, by: str, expected: pd.DataFrame | None = None) -> pd.DataFrame:
     """The speedup over plain decoding, one row a value of the column `by` (an arm).
 
     samples: rows of `one_pairing.latency`, `latency_by_arm` or `throughput`. Columns: that one;
@@ -176,12 +177,10 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
     first = _pace(samples.groupby("arm")[TIMED].sum()).idxmax()
     each = {a: part.groupby(pair)[timed].sum() for a, part in samples.groupby("arm", sort=False)}
     best = each.pop(first).add_prefix("best_")
-    both = [part.join(best, how="inner") for part in each.values()]
-    pairs = [rows.groupby("question_id").sum() for rows in both]
-    draws = [statistics.speedup_draws(*rows.to_numpy().T) for rows in pairs]
-    ratios = zip(each, statistics.simultaneous(draws) if draws else [], strict=True)
-    rows = [{"arm": arm} | ratio.columns("times") for arm, ratio in ratios]
-    return pd.DataFrame(rows, columns=["arm", "times", "low", "high"])
+    both = {arm: part.join(best, how="inner") for arm, part in each.items()}
+    pairs = {arm: rows.groupby("question_id").sum() for arm, rows in both.items()}
+    draws = {a: statistics.speedup_draws(*rows.to_numpy().T) for a, rows in pairs.items()}
+    return _table("arm", "times", draws)
 
 
 def speedup(samples: pd.DataFrame) -> Draws:
@@ -251,11 +250,11 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
     never reached count as never accepted. One row a draft length, with columns gamma, tokens (of a
     round), speedup and verify (a pass and the rule, in plain steps)."""
     step = step_s(costs)
-    acceptance = [*record.conditional, *[0.0] * int(costs["gamma"].max())]
     rows = []
     for gamma, draft, verify, rest in costs.itertuples(index=False):
-        tokens = theory.tokens_of_round(acceptance[:gamma])
-        speedup = theory.measured_speedup(acceptance[:gamma], draft, verify + rest, step)
+        acceptance = record.conditional[:gamma]
+        tokens = theory.tokens_of_round(acceptance)
+        speedup = theory.measured_speedup(acceptance, draft, verify + rest, step)
         rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup,
                      "verify": (verify + rest) / step})  # fmt: skip
     return pd.DataFrame(rows)
@@ -400,7 +399,7 @@ def arm_metrics(
         "cost/rest_steps": row["rest_s"] / row["step_s"],
         "memory/weights_mb": row["weights_mb"],
         "memory/kv_bytes_per_token": row["kv_bytes"],
-    }, series  # fmt: skip
+    }, series
 
 
 def throughput_metrics(

@@ -29,7 +29,7 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 8 * 2.0**
 
 def near_winners(
     engine: Engine, text: Sequence[int], stream: int, reference: Reference
-) -> set[int]:  # fmt: skip
+) -> set[int]:
     """The tokens that could win after `text` within rounding, on this noise; from a float32 pass
     without a cache."""
     target, sampling = engine.target, engine.sampling

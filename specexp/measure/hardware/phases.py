@@ -80,7 +80,7 @@ class PassTimed(Engine):
 
 def phases(
     pairing: Pairing, texts: Sequence[str], max_new_tokens: int, repeats: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Shares and milliseconds of every phase; the unit is a repeat of all texts. Plain data."""
     speculative = pairing.with_().engine
     speculative.eos = ()
@@ -109,19 +109,17 @@ def phases(
     traces = {side: [trace for trace, _ in results[side, "whole"]] for side in engines}
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
-    gamma = pairing.gamma
     step, verify = (side["phases"]["verify"]["ms"] for side in sides.values())
-    conditional = [*record.conditional, *[0.0] * gamma][:gamma]
     draft = sides["fast"]["draft_passes_ms"]
-    predicted = theory.measured_speedup(conditional, draft, verify, step)
+    predicted = theory.measured_speedup(record.conditional, draft, verify, step)
     times = [_by_repeat([t.decode_s for t in side], repeats) for side in traces.values()]
     tokens = [_by_repeat([t.emitted for t in side], repeats) for side in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], same_work=True)
     if not theory.credible(measured.value, record.length, predicted, verify / step):
         measured = measured._replace(doubt=statistics.NOT_CREDIBLE)
     return {
-        "gamma": gamma, "drafter": pairing.drafter, "texts": len(texts), "turns": len(items),
-        **sides,
+        "gamma": pairing.gamma, "drafter": pairing.drafter,
+        "texts": len(texts), "turns": len(items), **sides,
         "acceptance": {"rate": record.rate, "length": record.length,
                        "conditional": list(record.conditional)},
         "speedup": {"measured": measured._asdict(), "from_passes": predicted},

@@ -39,17 +39,12 @@ def _against(at: pd.DataFrame, base: str) -> Iterator[tuple[Any, pd.Series, stat
         name: part.set_index("turn").loc[first.index].drop(columns=["policy", "load"])
         for name, part in at.groupby("policy", sort=False)
     }
-    draws = [
-        statistics.speedup_draws(
-            first["s"], first["tokens"], here["s"], here["tokens"], same_work=True
-        )
-        for name, here in parts.items()
-        if name != base
-    ]
-    others = iter(statistics.simultaneous(draws) if draws else ())
+    others = {name: here for name, here in parts.items() if name != base}
+    columns = [(first["s"], first["tokens"], o["s"], o["tokens"]) for o in others.values()]
+    draws = [statistics.speedup_draws(*each, same_work=True) for each in columns]
+    own = dict(zip(others, statistics.simultaneous(draws), strict=True))
     for name, here in parts.items():
-        own = statistics.Interval(1.0, 1.0, 1.0) if name == base else next(others)
-        yield name, here.sum(), own
+        yield name, here.sum(), own.get(name, statistics.Interval(1.0, 1.0, 1.0))
 
 
 def rates(samples: pd.DataFrame) -> pd.DataFrame:
