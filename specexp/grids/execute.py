@@ -141,7 +141,7 @@ def _run(
         watchdog.cancel()
     code = (cell for cell in ran.cells if cell.cell_type == "code")
     own = (cell.source for cell in code if notebooks.INJECTED not in cell.metadata.get("tags", []))
-    if notebooks.digest_of(own)[:16] != point.identity.parts["notebook"]:
+    if notebooks.digest_of(own) != point.identity.parts["notebook"]:
         raise Failure("invalid-result", "the notebook changed before it ran: run the grid again")
 
 
@@ -272,14 +272,14 @@ def _check(point: Point, folder: Path) -> None:
         raise Failure("invalid-result", "; ".join(problems))
 
 
-def _readable(ran: Any) -> Any:
-    """The notebook with its first heading as its title, without widgets: no kernel moves them."""
-    text = "\n".join(cell.source for cell in ran.cells if cell.cell_type == "markdown")
-    if heading := re.search(r"^# +(.+)", text, re.MULTILINE):
-        ran.metadata.setdefault("title", heading[1])
-    for cell in (cell for cell in ran.cells if cell.cell_type == "code"):
-        cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
-    return ran
+def _make_readable(ran: Any) -> None:
+    """Title a notebook by its first heading, and drop its widgets: no kernel moves them."""
+    for cell in ran.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
+        heading = re.search(r"^# +(.+)", cell.source, re.MULTILINE)
+        if cell.cell_type == "markdown" and heading:
+            ran.metadata.setdefault("title", heading[1])
 
 
 _exporter = cache(HTMLExporter)
@@ -288,7 +288,8 @@ _exporter = cache(HTMLExporter)
 def _to_html(folder: Path) -> None:
     page, text = f"This notebook could not be converted to HTML; see {NOTEBOOK}.", ""
     with _HTML, contextlib.suppress(Exception):  # the result may be right all the same
-        ran = _readable(nbformat.read(folder / NOTEBOOK, as_version=4))
+        ran = nbformat.read(folder / NOTEBOOK, as_version=4)
+        _make_readable(ran)
         text = f"{nbformat.writes(ran)}\n"
         page, _ = _exporter().from_notebook_node(ran)
         page = _SCRIPT.sub("", page).replace("<head>", f"<head>\n{INERT}", 1)

@@ -152,11 +152,7 @@ def read(path: Path, report: Report) -> Grid | None:
     except UserError as e:
         for problem in str(e).splitlines():
             wrong(problem, "notebook")
-        entries = [*sections["include"].values(), *sections["exclude"].values()]
-        named = {
-            name for entry in (sections["fixed"], sections["grid"], *entries) for name in entry
-        }
-        notebook = notebooks.unread(path.resolve(), named)
+        notebook = notebooks.unread(path.resolve(), _named(sections))
         well_formed = False
     grid = _with_checked_values(path, document, notebook, sections, wrong)
     if well_formed:
@@ -186,31 +182,35 @@ def _well_formed(spec: dict[str, Any], wrong: Wrong) -> dict[str, Any]:
         keys = KEYS if len(strange) <= MAX_PROBLEMS else ()
         hint = meant(name, keys, f"; the keys are {', '.join(KEYS)}")
         wrong(f"unknown key {name!r:.60}{hint}", name)
-    good: dict[str, Any] = {"fixed": {}, "grid": {}}
+    good: dict[str, Any] = {}
     for name in ("fixed", "grid"):
         value = spec.get(name)
+        good[name] = value if isinstance(value, dict) else {}
         if name == "grid" and name in spec and not value:
             wrong("grid is empty: give it an axis such as `gamma: [2, 4]`, or leave it out", name)
-        elif isinstance(value, dict):
-            good[name] = value
-        elif value is not None:
+        elif not isinstance(value, dict | None):
             wrong(f"{name} must be a mapping from parameter names to values", name)
     for name in ("include", "exclude"):
         value = spec.get(name)
         entries = value if isinstance(value, list) else []
         odd = [i for i, entry in enumerate(entries) if not isinstance(entry, dict) or not entry]
         what = f"{name} must be a list of mappings from parameter names to values"
-        if value is not None and not isinstance(value, list):
+        if not isinstance(value, list | None):
             wrong(what, name)
         for i in odd:
             wrong(what, name, i)
         good[name] = {i: entry for i, entry in enumerate(entries) if i not in odd}
-    if "seeds" in spec:
+    if isinstance(spec.get("seeds"), list) and spec["seeds"]:
         good["seeds"] = spec["seeds"]
-        if not isinstance(spec["seeds"], list) or not spec["seeds"]:
-            wrong("seeds must be a list of whole numbers of 0 or more", "seeds")
-            del good["seeds"]
+    elif "seeds" in spec:
+        wrong("seeds must be a list of whole numbers of 0 or more", "seeds")
     return good
+
+
+def _named(sections: dict[str, Any]) -> set[str]:
+    """The names of all parameters in a file."""
+    entries = (*sections["include"].values(), *sections["exclude"].values())
+    return {name for part in (sections["fixed"], sections["grid"], *entries) for name in part}
 
 
 def _find(grid_file: Path, named: Any) -> Path:
@@ -252,10 +252,7 @@ def _with_checked_values(
 ) -> Grid:  # fmt: skip
     """Check every value against its parameter."""
     parameters = notebook.parameters
-    several = (*sections["include"].values(), *sections["exclude"].values())
-    entries = (sections["fixed"], sections["grid"], *several)
-    hints = len({name for entry in entries for name in entry} - parameters.keys()) <= MAX_PROBLEMS
-
+    hints = len(_named(sections) - parameters.keys()) <= MAX_PROBLEMS
     left_out = set[str]()
 
     def refuse(problem: str, name: str, *where: str | int) -> None:
@@ -360,9 +357,8 @@ def _check_points(grid: Grid, wrong: Wrong) -> None:
 
 def _check_exclude(grid: Grid, domains: dict[str, set[Any]], wrong: Wrong) -> None:
     for i, entry in grid.exclude.items() if grid.product else ():
-        there = (name for name in entry if name in domains)
-        absent = [name for name in there if canonical(entry[name]) not in domains[name]]
-        for name in absent[:1]:
+        absent = (n for n in entry if n in domains and canonical(entry[n]) not in domains[n])
+        if name := next(absent, None):
             only = listed(grid.axes.get(name, [grid.base[name]]))
             never = f"{name} is never {shown(entry[name])}; its values are {only}"
             wrong(f"exclude matches no point: {never}", "exclude", i, name)

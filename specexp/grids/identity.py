@@ -79,27 +79,30 @@ def files_of(
 ) -> dict[str, str]:
     """The digests of the files that a point's numbers can depend on; from now on, those of one's
     own decide what is known of code of one's own."""
-    question = notebook.imports, tuple(sorted(notebook.strings)), str(notebook.path.parent)
-    named = tuple(sorted(imports.named_by(params))), tuple(sorted(notebook.paths))
-    files: dict[str, str] = known.cached(facts_of_files, *question, *named)
-    own = [name for name in files if not name.startswith(f"{imports.NAME}/")]
-    elsewhere = any(name.endswith(imports.ELSEWHERE) for name in own)
-    known.own_files = None if elsewhere else [notebook.path.parent / name for name in own]
+    home, named = notebook.path.parent, imports.named_by(params)
+    files: dict[str, str] = known.cached(facts_of_files, notebook.code, str(home), named)
+    known.own_files = _own(files, home)
     return files
 
 
-def facts_of_files(
-    modules: Sequence[str], strings: Sequence[str], folder: str, named: Sequence[str],
-    paths: Sequence[str],
-) -> Answer:  # fmt: skip
+def facts_of_files(code: imports.Source, folder: str, named: Sequence[str]) -> Answer:
     """The import closure of a notebook in this folder (`imports.closure`)."""
-    files = imports.closure(modules, strings, Path(folder), {*named}, paths)
-    if any(name.endswith(imports.ELSEWHERE) for name in files):
+    home = Path(folder)
+    files = imports.closure(code, home, named)
+    own = _own(files, home)
+    if own is None:
         return files, None
-    own = [Path(folder, name) for name in files if not name.startswith(f"{imports.NAME}/")]
-    naming = [(Path(folder), paths), *((f.parent, imports.source_of(f).paths) for f in own)]
-    named_there = (imports.places(texts, Path(folder), there) for there, texts in naming)
-    return files, [Path(folder), *own, *(path.parent for path in own), *chain(*named_there)]
+    naming = [(home, code.paths), *((file.parent, imports.source_of(file).paths) for file in own)]
+    named_there = (imports.places(texts, home, there) for there, texts in naming)
+    return files, [home, *own, *(file.parent for file in own), *chain(*named_there)]
+
+
+def _own(files: Iterable[str], home: Path) -> list[Path] | None:
+    """Those of a key's files that are not specexp's; None if some are elsewhere, as their names do
+    not say where."""
+    own = [name for name in files if not name.startswith(f"{imports.NAME}/")]
+    elsewhere = any(name.endswith(imports.ELSEWHERE) for name in own)
+    return None if elsewhere else [home / name for name in own]
 
 
 def facts_of_machine(device: str, timed: bool, engine: bool) -> Answer:
@@ -139,7 +142,7 @@ def _parts(
         parts = {**known.ask_again(*question)}
     on_cpu = parts.get("device") == "cpu"
     parts |= {n: d for n, d in files.items() if not (on_cpu and n.startswith(imports.OF_GPU))}
-    parts |= {"params": digest(params), "notebook": notebook.digest[:16]}
+    parts |= {"params": digest(params), "notebook": notebook.digest}
     if notebook.timed:
         parts["processor"] = known(provenance.processor)  # quotas change without a trace in files
         parts["together"] = "yes" if together else "no"

@@ -63,31 +63,28 @@ _WRITTEN = re.compile(r">+\s*\S+|%%(?:write)?file.*")  # by a shell, by a magic
 
 
 class Source(NamedTuple):
-    """A file's digest, and the modules, strings and paths in its code (`read`)."""
+    """What code holds: the modules that it may import, its strings, and those of them that may name
+    what it reads (`read`); and the digest of the file."""
 
-    digest: str
     modules: tuple[str, ...] = ()
-    strings: frozenset[str] = frozenset()
-    paths: frozenset[str] = frozenset()
+    strings: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    digest: str = ""
 
 
-def closure(
-    modules: Iterable[str], strings: Iterable[str], folder: Path, named: Set[str],
-    paths: Iterable[str] = (),
-) -> dict[str, str]:  # fmt: skip
+def closure(code: Source, folder: Path, named: Iterable[str]) -> dict[str, str]:
     """The files that a point's numbers can depend on: name -> digest, and the folders of models
     that code names -> MODEL. Names are relative to the checkout for files of specexp, else to the
     notebook or the folder from which the file is imported.
 
-    modules, strings, paths: what the notebook imports, and the strings in its code (`read`);
-    folder: the notebook's; named: the modules that the point's parameters name (`named_by`).
+    code, folder: the notebook's; named: the modules that the point's parameters name (`named_by`).
     """
     drafters = {module for module in named if module.startswith(_DRAFTERS)}
-    finder = _Finder(folder, named - drafters)
-    quoted = finder.beside(strings)
-    sources = _follow([*modules, *AT_START, *finder.named, *quoted], finder, paths)
+    finder = _Finder(folder, {*named} - drafters)
+    quoted = finder.beside(code.strings)
+    sources = _follow([*code.modules, *AT_START, *finder.named, *quoted], finder, code.paths)
     if PACKAGE / "drafters" / "__init__.py" in sources:  # else nothing here drafts
-        drafters |= _drafters({*strings, *_strings_that_may_name_drafters(sources)})
+        drafters |= _drafters({*code.strings, *_strings_that_may_name_drafters(sources)})
         sources |= _follow(drafters, finder)
     folders = {path.parent for path in sources if path.is_relative_to(PACKAGE)}
     beside = (path for folder in folders for path in folder.iterdir())
@@ -95,9 +92,9 @@ def closure(
     return dict(sorted((finder.name(path), source.digest) for path, source in sources.items()))
 
 
-def named_by(params: Mapping[str, Any]) -> frozenset[str]:
-    """The modules that a point's parameters name: those of drafters, of `module:Class`, and of
-    entry points, by which packages add drafters, rules and policies.
+def named_by(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules that a point's parameters name, sorted: those of drafters, of `module:Class`, and
+    of entry points, by which packages add drafters, rules and policies.
 
     A drafter's name that is no method is that of a model, which is also what drafts where nothing
     is named.
@@ -112,7 +109,7 @@ def named_by(params: Mapping[str, Any]) -> frozenset[str]:
     drafters = [text for n in DRAFTERS for text in texts_in(params.get(n))]
     if not drafters or any(not _drafters([text]) for text in drafters):
         modules.add(f"{_DRAFTERS}model")
-    return frozenset(modules)
+    return tuple(sorted(modules))
 
 
 def texts_in(value: Any) -> list[str]:
@@ -131,22 +128,22 @@ def source_of(path: Path) -> Source:
 @lru_cache(maxsize=4096)
 def _source(path: Path, *_stamp: int) -> Source:
     if path.is_dir():
-        return Source(MODEL)
+        return Source(digest=MODEL)
     try:
         if path.stat().st_size > HUGE:
-            return Source(f"{_stamp[1]} bytes of {_stamp[2]}")
+            return Source(digest=f"{_stamp[1]} bytes of {_stamp[2]}")
         digest = digest_of(path)[:16]
         data = path.read_bytes() if path.suffix in (".py", ".ipynb") else b""
     except OSError as e:
-        return Source(f"cannot be read: {e.strerror}")
+        return Source(digest=f"cannot be read: {e.strerror}")
     with suppress(SyntaxError, ValueError, KeyError, TypeError, RecursionError):
         if path.suffix == ".py":
-            return Source(digest, *read(ast.parse(data)))
+            return read(ast.parse(data), digest)
         if path.suffix == ".ipynb":  # running it changes its outputs
             cells = json.loads(data)["cells"]
             code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-            return Source(sha256(repr(code).encode()).hexdigest()[:16], *read(code_of(code)[0]))
-    return Source(digest)
+            return read(code_of(code)[0], sha256(repr(code).encode()).hexdigest()[:16])
+    return Source(digest=digest)
 
 
 def parse(source: str) -> ast.Module:
@@ -184,8 +181,8 @@ def _as_import(magic: re.Match[str]) -> str:
     return magic[1] + (f"import {loads[1]}" if loads else "pass")
 
 
-def read(code: ast.AST) -> tuple[tuple[str, ...], frozenset[str], frozenset[str]]:
-    """The modules that code may import, its strings, and those that may name what it reads.
+def read(code: ast.AST, digest: str = "") -> Source:
+    """What the code of a file of this digest holds, strings sorted.
 
     Modules are dotted names, each with an attribute if one is imported (`specexp.api.load`);
     relative ones begin with dots. Attributes of specexp's packages count as modules
@@ -218,7 +215,7 @@ def read(code: ast.AST) -> tuple[tuple[str, ...], frozenset[str], frozenset[str]
         if rest and (module := meaning.get(first, "")).partition(".")[0] == NAME:
             modules[".".join([module, *rest])] = None
     paths = {s for s in strings - _written(nodes) if len(s) < LONGEST and "\n" not in s}
-    return tuple(modules), frozenset(strings), frozenset(paths)
+    return Source(tuple(modules), tuple(sorted(strings)), tuple(sorted(paths)), digest)
 
 
 def _called(node: ast.AST) -> str:

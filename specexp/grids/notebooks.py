@@ -11,7 +11,7 @@ import keyword
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,15 @@ class Parameter:
 @dataclass(frozen=True)
 class Notebook:
     """`reads`: the names that the other cells read, or None if they may read any. `digest`: of the
-    sources of the code cells, not of output, metadata or prose. `imports`, `strings`, `paths`: in
-    its code, without the defaults of parameters (`imports.read`). `timed`: it may measure time;
-    false if its metadata say {"specexp": {"timed": false}}."""
+    sources of the code cells, not of output, metadata or prose. `code`: what it holds, without the
+    parameters cell. `timed`: it may measure time; false if its metadata say
+    {"specexp": {"timed": false}}."""
 
     path: Path
     parameters: dict[str, Parameter]
     reads: frozenset[str] | None
     digest: str
-    imports: tuple[str, ...] = ()
-    strings: frozenset[str] = frozenset()
-    paths: frozenset[str] = frozenset()
+    code: imports.Source = field(default_factory=imports.Source)
     timed: bool = True
 
 
@@ -87,7 +85,7 @@ def read(path: Path) -> Notebook:
     about = metadata.get("specexp")
     timed = not (isinstance(about, dict) and about.get("timed") is False)
     code, rest = imports.code_of(source for source, tags in cells if "parameters" not in tags)
-    return Notebook(path, parameters, _names(code, rest), digest, *imports.read(code), timed)
+    return Notebook(path, parameters, _names(code, rest), digest, imports.read(code), timed)
 
 
 def unread(path: Path, names: Iterable[str]) -> Notebook:
@@ -100,15 +98,15 @@ def unread(path: Path, names: Iterable[str]) -> Notebook:
 
 def modules_of(paths: Iterable[Path]) -> tuple[str, ...]:
     """The modules that notebooks may import, with what stands behind specexp's public names."""
-    names = (name for path in paths for name in read(path).imports)
+    names = (name for path in paths for name in read(path).code.modules)
     full = (part for name in names if name[0] != "." for part in imports.behind_public_names(name))
     return tuple(dict.fromkeys(full))
 
 
 def digest_of(sources: Iterable[str]) -> str:
-    """Digest of code cells, leaving out empty ones."""
+    """16 hexadecimal digits for the sources of code cells, but empty ones."""
     code = [source for source in sources if source.strip()]
-    return hashlib.sha256(json.dumps(code).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()[:16]
 
 
 def value_problem(value: Any) -> str | None:
@@ -162,7 +160,7 @@ def _hint(value: Any, kind: type) -> str:
     """What to write instead, where YAML 1.1 or a common mistake explains the value."""
     if kind in (int, float) and isinstance(value, str):
         try:
-            meant = kind(float(value)) if kind is float else int(value, 0)
+            meant = float(value) if kind is float else int(value, 0)
             if not math.isfinite(meant):
                 return ""
         except (ValueError, OverflowError):

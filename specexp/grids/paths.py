@@ -35,13 +35,13 @@ def moved(name: str, value: Any, grid: Path, notebook: Path) -> Any:
         there, beside = os.path.join(grid, path), os.path.join(notebook, path)
         if exists(there):
             return head + os.path.relpath(there, notebook) + tail
-        if name in PARAMETERS and Path(path).name != path and os.path.exists(beside):
+        has_folder = Path(path).name != path
+        if name in PARAMETERS and has_folder and os.path.exists(beside):
             raise UserError(
                 f"{name} {path!r:.80} is relative to the notebook: paths in a grid are relative to "
                 f"the grid file, write {os.path.relpath(beside, grid)!r}"
             )
-        is_path = name in DATA or (name in MODELS and Path(path).name != path)
-        is_path = is_path and (head != "" or ":" not in path)
+        is_path = (name in DATA or (name in MODELS and has_folder)) and (head or ":" not in path)
         if is_path and (near := meant_beside(Path(path), folder=grid)):
             raise UserError(f"{name}: there is no {path!r:.80} relative to the grid file{near}")
     return value
@@ -63,12 +63,10 @@ def as_written(message: str, params: Mapping[str, Any], notebook: Path, grid: Pa
 def _parts(name: str, text: str) -> Iterator[tuple[str, str, str]]:
     """What stands before, in and after the path that a text may be, or may hold behind a colon
     (`eagle:FOLDER`, `trace:FILE`, `FOLDER+int8`)."""
-    if text.startswith(lookup := "lookup:"):
-        for head, path, tail in _parts(name, text.removeprefix(lookup)):
-            yield lookup + head, path, tail
-        return
     names = fitting.methods() if name in DRAFTERS else ("all", *prompts.NAMES)
-    method, colon, argument = text.partition(":")
-    for head, rest in (("", "" if text in names else text), (method + colon, argument)):
-        if (match := _QUANTISED.fullmatch(rest)) and not os.path.isabs(rest):
-            yield head, match[1], match[2]
+    lookup = "lookup:" * text.startswith("lookup:")
+    whole = text.removeprefix(lookup)
+    method, colon, argument = whole.partition(":")
+    for head, part in (("", "" if whole in names else whole), (method + colon, argument)):
+        if (match := _QUANTISED.fullmatch(part)) and not os.path.isabs(part):
+            yield lookup + head, match[1], match[2]

@@ -31,30 +31,34 @@ MANY = 1_000  # more points than this need a confirmation
 @dataclass(frozen=True, slots=True)
 class Point:
     """One notebook run. `name`: what tells it from the grid's others; `label`: the same in lines
-    of progress, each value as `--only` takes it, or without its middle if it is long; `file`: the
-    grid's; `params`: every parameter, defaults included; `run_key`: its `identity` as one digest;
-    `timed`: it measures time, so no other point should run beside it; `others`: files of other
-    grids, loaded with this one, that have the same point."""
+    of progress, each value as `--only` takes it, or without its middle if it is long; `files`: the
+    grid's, and those of others, loaded with it, that have the same point; `params`: every
+    parameter, defaults included; `run_key`: its `identity` as one digest; `timed`: it measures
+    time, so no other point should run beside it."""
 
     name: str
     label: str
-    file: Path
+    files: tuple[Path, ...]
     notebook: Path
     experiment: str
     params: dict[str, Any] = field(hash=False)
     timeout_s: float
     identity: Identity = field(hash=False)
     run_key: str
-    timed: bool = True
-    others: tuple[Path, ...] = ()
+    timed: bool
+
+    @property
+    def file(self) -> Path:
+        return self.files[0]
 
     @property
     def grid(self) -> str:
         return self.file.stem
 
     @property
-    def files(self) -> tuple[Path, ...]:
-        return self.file, *self.others
+    def result(self) -> Path:
+        """The folder of its result, if it has one."""
+        return results.result_of(self.run_key)
 
     @property
     def together(self) -> bool:
@@ -109,7 +113,7 @@ def load(
             for point in _points(grid, here, together, checked, report):
                 first = points.setdefault(point.run_key, point)
                 if point.file not in first.files:
-                    points[point.run_key] = replace(first, others=(*first.others, point.file))
+                    points[point.run_key] = replace(first, files=(*first.files, point.file))
     report.refuse()
     return list(points.values())
 
@@ -125,10 +129,10 @@ def _points(
     for written, entry in grid.combinations():
         with contextlib.chdir(path.parent):  # where its kernel will run
             params, problems = _moved(grid, folder, written, entry)
-            seed = {name: params[name] for name in params.keys() & {"seed"}}
             rest = repr(params | {"seed": None})
             if found := good.get(rest):
-                problems = [*parameters.problems_of_values(seed)]
+                seed = {name: params[name] for name in params.keys() & {"seed"}}
+                problems += parameters.problems_of_values(seed)
             else:
                 further, found = _checked(grid, params, known, together, checked)
                 for problem in further:
@@ -147,9 +151,10 @@ def _points(
             spec, file = grid.document.value, grid.path.parent.resolve() / grid.path.name
             first = grid.path.stem if len(report.files) > 1 else path.stem
             label = " ".join([first, *(f"{n}={shown(written[n])}" for n in varying)])
-            yield Point(name or path.stem, label, file, path, spec.get("experiment") or path.stem,
-                        params, float(spec.get("timeout_s") or TIMEOUT_S), found, key,
-                        grid.notebook.timed)  # fmt: skip
+            yield Point(
+                name or path.stem, label, (file,), path, spec.get("experiment") or path.stem,
+                params, float(spec.get("timeout_s") or TIMEOUT_S), found, key, grid.notebook.timed,
+            )  # fmt: skip
     for what, numbers in wrong.items():
         for line in numbers:
             report.add(grid.path, line, what)

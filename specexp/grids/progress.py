@@ -153,16 +153,15 @@ def status(points: Sequence[Point], done: Iterable[report.Run] = ()) -> Table:
     counts = dict.fromkeys(STATES, 0)
     took, left = defaultdict[str, list[float]](list), list[str]()
     for point in points:
-        result, holder = results.result_of(point.run_key), results.holder(point.run_key)
-        kind, message = failures.get(point.run_key, ("", ""))
-        if result.exists():
+        holder = results.holder(point.run_key)
+        if point.result.exists():
             state, detail = "done", doubts.get(point.run_key, "")
-            seconds = float(results.read(result / results.TAGS).get("seconds", 0))
+            seconds = float(results.read(point.result / results.TAGS).get("seconds", 0))
             took[point.notebook.name].append(seconds)
         elif holder:
             state, detail = "running", holder
-        elif kind not in ("", *RETRIED):
-            state, detail = "failed", f"{kind}: {message}"
+        elif point.run_key in failures:
+            state, detail = "failed", failures[point.run_key]
         else:
             state, detail = "to do", reasons.get(point.run_key, "")
         counts[state] += 1
@@ -180,31 +179,31 @@ def status(points: Sequence[Point], done: Iterable[report.Run] = ()) -> Table:
     return table
 
 
-def failures_of(
-    points: Sequence[Point], ignoring: Collection[str] = ()
-) -> dict[str, tuple[str, str]]:
+def failures_of(points: Sequence[Point], ignoring: Collection[str] = ()) -> dict[str, str]:
     """run_key -> kind and message of each point's last failure, without the attempts `ignoring` and
-    those that are torn, and unless it was a timeout and the point has more time now."""
+    those that are torn; not of points that are to run again in any case, as it is one of RETRIED,
+    or was a timeout and the point has more time now."""
     limits = {p.run_key: p.timeout_s for p in points}
     kept = [
         path
         for path in results.listed("failed")
         if results.key_of(path) in limits and path.name not in ignoring and runs.publishable(path)
     ]
+    last = {results.key_of(path): path for path in sorted(kept, key=results.ended_ms)}
     failures = {}
-    for path in sorted(kept, key=results.ended_ms):
-        tags, key = results.load(path / results.TAGS), results.key_of(path)
-        failures[key] = tags["error.kind"], tags["error"]
+    for key, path in last.items():
+        tags = results.load(path / results.TAGS)
         had_s = results.load(path / results.POINT).get("timeout_s", 0.0)
-        if tags["error.kind"] == "timeout" and had_s < limits[key]:
-            del failures[key]
+        more_time = tags["error.kind"] == "timeout" and had_s < limits[key]
+        if tags["error.kind"] not in RETRIED and not more_time:
+            failures[key] = f"{tags['error.kind']}: {tags['error']}"
     return failures
 
 
 def reasons_to_run(points: Iterable[Point]) -> dict[str, str]:
     """run_key -> why a point without a result does not use the one that another key has: which
     parts of its identity changed. Points that never ran are left out."""
-    missing = [p for p in points if not results.result_of(p.run_key).exists()]
+    missing = [p for p in points if not p.result.exists()]
     waiting = {(p.notebook.name, p.identity.parts["params"]): p for p in missing}
     reasons: dict[str, tuple[int, str]] = {}
     for path in (results.root() / "results").glob(f"*/{results.POINT}") if waiting else ():
@@ -230,4 +229,4 @@ def shown_as(points: Sequence[Point]) -> dict[Path, presence.ShownAs]:
     """Folder -> `presence.shown_as`, for the results and kept failures of these points."""
     keys = {p.run_key for p in points}
     kept = (path for path in results.listed("failed") if results.key_of(path) in keys)
-    return {f: presence.shown_as(f) for f in (*map(results.result_of, keys), *kept)}
+    return {f: presence.shown_as(f) for f in (*(p.result for p in points), *kept)}

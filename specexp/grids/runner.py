@@ -27,7 +27,7 @@ from rich.text import Text
 from specexp.errors import counted
 from specexp.grids import identity, progress
 from specexp.grids.points import Point
-from specexp.grids.progress import RETRIED, Board, Failure, failure_of, failures_of
+from specexp.grids.progress import Board, Failure, failure_of, failures_of
 from specexp.terminal import Terminal
 from specexp.tracking import compare, presence, rebuild, report, results, runs
 
@@ -84,7 +84,7 @@ def run(
                 work.publish_rest()
         if work.stopped:
             return _error(console, "stopped", work.stopped[1], work.stopped[0])
-        done = rebuild.accept(f for p in points if (f := results.result_of(p.run_key)).exists())
+        done = rebuild.accept(f for p in points if (f := p.result).exists())
         compare.show(console, report.frame(done))
         if remedy := report.remedy(done):
             console.print(Text(remedy), soft_wrap=True)
@@ -133,22 +133,17 @@ class Work:
         """Fill the queue. Raises OSError if the disk has too little space for its results."""
         self._earlier = {f.name for kind in ("failed", "results") for f in results.listed(kind)}
         failures = {} if self.retry_failed or self.force else failures_of(self.points)
-        there = (results.result_of(p.run_key) for p in self.points if self.retry_doubtful)
+        there = (p.result for p in self.points if self.retry_doubtful)
         done = report.newest(filter(Path.exists, there))
         self._again = {p.run_key for p in self.points if self.force}
         self._again |= {run.folder.name for run in done if run.doubts}
         for point in self.points:
-            if point.run_key not in self._again and runs.published(
-                results.result_of(point.run_key)
-            ):
+            if point.run_key not in self._again and runs.published(point.result):
                 self.board.done += 1
-            elif (
-                results.result_of(point.run_key).exists()  # but is not in MLflow yet
-                or failures.get(point.run_key, ("", ""))[0] in ("", *RETRIED)
-            ):
+            elif point.result.exists() or point.run_key not in failures:
                 self.queue.append(point)
             else:
-                message = f"in an earlier run: {': '.join(failures[point.run_key])}"
+                message = f"in an earlier run: {failures[point.run_key]}"
                 self.board.ended(point, "failed", message)
         self.board.start()
         free, need = shutil.disk_usage(results.root()).free, len(self.queue) * ROOM_PER_POINT
@@ -213,11 +208,10 @@ class Work:
                 return False
             self._recover(key)
             others = failures_of([point], ignoring=self._earlier)
-            if key not in self._again and results.result_of(key).exists():
+            if key not in self._again and point.result.exists():
                 self._report_done(point, "by another runner" * (key not in self._earlier))
-            elif others and others[key][0] not in RETRIED:
-                message = f"by another runner: {': '.join(others[key])}"
-                self.board.ended(point, "failed", message)
+            elif key in others:
+                self.board.ended(point, "failed", f"by another runner: {others[key]}")
             else:
                 with self._timing_lock() as ours:
                     if ours:
@@ -229,11 +223,10 @@ class Work:
             return True
 
     def _report_done(self, point: Point, message: str) -> None:
-        result = results.result_of(point.run_key)
-        if runs.published(result):
+        if runs.published(point.result):
             self.board.ended(point, "done", message)
         else:
-            message = f"the result is safe, but MLflow {self.unpublished.get(result, AWAY)}"
+            message = f"the result is safe, but MLflow {self.unpublished.get(point.result, AWAY)}"
             self.board.ended(point, "kept", message)
 
     def _attempt(self, point: Point, worker: local.Execute) -> None:
@@ -271,14 +264,14 @@ class Work:
             attempt.unlink(missing_ok=True)
             attempt.mkdir()
         _write_point(point, attempt)
-        self._publish_failure(progress.set_aside(attempt, failure))
+        self._publish_if_whole(progress.set_aside(attempt, failure))
         message = f"{failure.kind}: {str(failure).splitlines()[0]}"
         self.board.ended(point, "stopped" if stopping else "failed", message)
 
-    def _publish_failure(self, kept: Path) -> None:
-        """Publish a failed attempt, if enough of it is left."""
-        if not runs.published(kept) and runs.publishable(kept):
-            self._publish(kept)
+    def _publish_if_whole(self, folder: Path) -> None:
+        """Publish a result or a failed attempt that is not in MLflow, if enough of it is left."""
+        if not runs.published(folder) and runs.publishable(folder):
+            self._publish(folder)
 
     def _publish(self, folder: Path) -> bool:
         """Publish a folder, trying for PATIENCE_S, or only once if the last one failed:
@@ -310,7 +303,7 @@ class Work:
         """
         shown, renamed, others = progress.shown_as(self.points), set(), list[str]()
         for point in self.points:
-            result, now = results.result_of(point.run_key), (point.experiment, point.notebook.name)
+            result, now = point.result, (point.experiment, point.notebook.name)
             if shown[result] in (now, (None, None)):
                 continue
             if presence.is_of_another_grid(result, point.file):
@@ -359,10 +352,9 @@ class Work:
         result = results.result_of(key)
         if result.exists() and not runs.publishable(result):
             results.set_aside(result, "replaced")
-        for kept in sorted(results.attempts_of(key, "failed"), key=results.ended_ms):
-            self._publish_failure(kept)
-        if result.exists() and not runs.published(result):
-            self._publish(result)
+        failed = sorted(results.attempts_of(key, "failed"), key=results.ended_ms)
+        for folder in (*failed, result):
+            self._publish_if_whole(folder)
 
 
 def _is_unsettled(key: str) -> bool:

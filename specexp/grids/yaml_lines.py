@@ -10,7 +10,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,16 @@ _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _TAG = "tag:yaml.org,2002:"
 
 
-@dataclass
 class Document:
-    """`value`: plain data, None for an empty file. `problems`: (line, message), as found."""
+    """A file as plain data, at most DEEPEST levels deep, and the lines of its keys and items.
 
-    value: Any = None
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    _lines: dict[tuple[str | int, ...], int] = field(default_factory=dict)
+    `value`: None for an empty file. `problems`: (line, message), as found.
+    """
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.problems: list[tuple[int, str]] = []
+        self._lines: dict[tuple[str | int, ...], int] = {}
 
     def has(self, *path: str | int) -> bool:
         return path in self._lines
@@ -47,6 +49,92 @@ class Document:
             path = path[:-1]
         return self._lines.get(path, 1)
 
+    def parse(self, text: str) -> None:
+        self._events: Iterator[Any] = yaml.parse(text, _Loader)
+        begins: Iterator[Any] = (e for e in self._events if isinstance(e, yaml.DocumentStartEvent))
+        if next(begins, None):
+            self.value = self._any(next(self._events), ())
+        if second := next(begins, None):
+            what = "starts a second YAML document: a file holds one grid"
+            self._wrong(second.start_mark.line + 1, what)
+
+    def _wrong(self, line: int, what: str) -> None:
+        self.problems.append((line, what))
+
+    def _any(self, event: Any, path: tuple[str | int, ...]) -> Any:
+        line = event.start_mark.line + 1
+        self._lines.setdefault(path, line)
+        if len(path) > DEEPEST:
+            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            what = f"anchors and aliases ({event.anchor}) are not supported: write the value out"
+            self._wrong(line, what)
+        if tag := getattr(event, "tag", None):
+            self._wrong(line, f"the tag {tag!r:.60} is not supported: remove it")
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._sequence(path)
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path)
+        if isinstance(event, yaml.ScalarEvent):
+            return self.scalar(event.value, line) if event.implicit[0] else event.value
+        return "*"
+
+    def _sequence(self, path: tuple[str | int, ...]) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            values.append(self._any(event, (*path, len(values))))
+        return values
+
+    def _mapping(self, path: tuple[str | int, ...]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            line = event.start_mark.line + 1
+            before = len(self.problems)
+            key = self._any(event, (*path, "\0key"))
+            what = ""
+            if key == "<<":
+                what = "merge keys (<<) are not supported: write the values out"
+            elif not isinstance(key, str):
+                hint = ", YAML reads it as true or false" if isinstance(key, bool) else ""
+                written = repr(getattr(event, "value", "[...]"))[:60]
+                what = f"the key {written} is not a string{hint}: put it in quotes"
+            elif key in values:
+                what = f"{key!r:.60} appears twice, first on line {self.line(*path, key)}"
+            if not what:
+                self._lines[*path, key] = line
+                values[key] = self._any(next(self._events), (*path, key))
+                continue
+            if isinstance(key, str) or len(self.problems) == before:
+                self._wrong(line, what)
+            self._any(next(self._events), (*path, "\0value"))
+        return values
+
+    def scalar(self, raw: str, line: int) -> Any:
+        """The value of a text without quotes."""
+        tag = _resolve(yaml.ScalarNode, raw, (True, False))
+        kind = tag.removeprefix(_TAG)
+        if kind not in ("int", "float", "bool", "null", "timestamp"):
+            return raw
+        if len(raw) > LONGEST_NUMBER:
+            self._wrong(line, f"{raw[:40]} is too large a number")
+            return 0
+        if kind == "timestamp":
+            self._wrong(line, f"YAML reads {raw} as a date: put it in quotes")
+            return raw
+        try:
+            value = getattr(_build, f"construct_yaml_{kind}")(yaml.ScalarNode(tag, raw))
+        except OverflowError:
+            self._wrong(line, f"{raw[:40]} is too large a number")
+            return 0
+        except ValueError:
+            self._wrong(line, f"YAML takes {raw[:40]} for a number: put it in quotes")
+            return raw
+        if _OCTAL.fullmatch(raw) or ":" in raw:
+            base = "60" if ":" in raw else "8"
+            read = f"YAML reads {raw[:40]} as {value!r:.40} (base {base})"
+            self._wrong(line, f"{read}: write that number, or put it in quotes")
+        return value
+
 
 def read(path: Path) -> Document:
     """Parse a file. Raises a one-line UserError if it cannot be read at all."""
@@ -55,7 +143,7 @@ def read(path: Path) -> Document:
     if document.problems:
         return document
     try:
-        _Builder(document, yaml.parse(text, _Loader)).build()
+        document.parse(text)
     except yaml.MarkedYAMLError as e:
         document.problems.append(_syntax(e, text))
     except yaml.YAMLError as e:
@@ -66,8 +154,7 @@ def read(path: Path) -> Document:
 def scalar(text: str) -> Any:
     """The value of an unquoted YAML scalar. Raises UserError for those that `read` rejects."""
     document = Document()
-    event = yaml.ScalarEvent(None, None, (True, False), text)
-    value = _Builder(document, iter(())).scalar(event, 1)
+    value = document.scalar(text, 1)
     if document.problems:
         raise UserError(document.problems[0][1])
     return value
@@ -110,101 +197,3 @@ def _syntax(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
     if begun and begun.line < line:
         message += f" ({error.context}, which starts on line {begun.line + 1})"
     return line + 1, f"is not YAML: {' '.join(message.split())}"
-
-
-class _Builder:
-    """Builds plain data from parse events, at most DEEPEST levels deep."""
-
-    def __init__(self, document: Document, events: Iterator[Any]) -> None:
-        self.document, self.events = document, events
-
-    def wrong(self, line: int, what: str) -> None:
-        self.document.problems.append((line, what))
-
-    def build(self) -> None:
-        documents = 0
-        for event in self.events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                begin: Any = event.start_mark
-                if documents > 1:
-                    what = "starts a second YAML document: a file holds one grid"
-                    return self.wrong(begin.line + 1, what)
-                self.document.value = self.value(next(self.events), ())
-        return None
-
-    def value(self, event: Any, path: tuple[str | int, ...]) -> Any:
-        line = event.start_mark.line + 1
-        self.document._lines.setdefault(path, line)
-        if len(path) > DEEPEST:
-            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=event.start_mark)
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            what = f"anchors and aliases ({event.anchor}) are not supported: write the value out"
-            self.wrong(line, what)
-        if tag := getattr(event, "tag", None):
-            self.wrong(line, f"the tag {tag!r:.60} is not supported: remove it")
-        if isinstance(event, yaml.SequenceStartEvent):
-            return self.sequence(path)
-        if isinstance(event, yaml.MappingStartEvent):
-            return self.mapping(path)
-        return self.scalar(event, line) if isinstance(event, yaml.ScalarEvent) else "*"
-
-    def sequence(self, path: tuple[str | int, ...]) -> list[Any]:
-        values: list[Any] = []
-        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-            values.append(self.value(event, (*path, len(values))))
-        return values
-
-    def mapping(self, path: tuple[str | int, ...]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
-            line = event.start_mark.line + 1
-            before = len(self.document.problems)
-            key = self.value(event, (*path, "\0key"))
-            usable = isinstance(key, str)
-            if key == "<<":
-                self.wrong(line, "merge keys (<<) are not supported: write the values out")
-                usable = False
-            elif not usable and len(self.document.problems) == before:
-                hint = ", YAML reads it as true or false" if isinstance(key, bool) else ""
-                written = repr(getattr(event, "value", "[...]"))[:60]
-                what = f"the key {written} is not a string{hint}: put it in quotes"
-                self.wrong(line, what)
-            elif usable and key in values:
-                first = self.document.line(*path, key)
-                self.wrong(line, f"{key!r:.60} appears twice, first on line {first}")
-                usable = False
-            elif usable:
-                self.document._lines[*path, key] = line
-            value = self.value(next(self.events), (*path, key if usable else "\0value"))
-            if usable:
-                values[key] = value
-        return values
-
-    def scalar(self, event: Any, line: int) -> Any:
-        raw = event.value
-        if not event.implicit[0]:
-            return raw
-        tag = _resolve(yaml.ScalarNode, raw, (True, False))
-        kind = tag.removeprefix(_TAG)
-        if kind not in ("int", "float", "bool", "null", "timestamp"):
-            return raw
-        if len(raw) > LONGEST_NUMBER:
-            self.wrong(line, f"{raw[:40]} is too large a number")
-            return 0
-        if kind == "timestamp":
-            self.wrong(line, f"YAML reads {raw} as a date: put it in quotes")
-            return raw
-        try:
-            value = getattr(_build, f"construct_yaml_{kind}")(yaml.ScalarNode(tag, raw))
-        except OverflowError:
-            self.wrong(line, f"{raw[:40]} is too large a number")
-            return 0
-        except ValueError:
-            self.wrong(line, f"YAML takes {raw[:40]} for a number: put it in quotes")
-            return raw
-        if _OCTAL.fullmatch(raw) or ":" in raw:
-            base = "60" if ":" in raw else "8"
-            read = f"YAML reads {raw[:40]} as {value!r:.40} (base {base})"
-            self.wrong(line, f"{read}: write that number, or put it in quotes")
-        return value

@@ -47,7 +47,7 @@ def files(notebook: Path, **params) -> dict[str, str]:
     """The files in the key of a notebook's point: name -> digest."""
     read = notebooks.read(notebook)
     named = imports.named_by({n: p.default for n, p in read.parameters.items()} | params)
-    return imports.closure(read.imports, read.strings, notebook.parent, named, read.paths)
+    return imports.closure(read.code, notebook.parent, named)
 
 
 def edit(path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_common_point_stays_in_the_experiment_of_the_grid_that_ran_it(store, w
     todo = written(1, 2)
     assert go(todo)[0] == 0
     (other := tmp_path / "other.yaml").write_text("")
-    theirs = [replace(p, experiment="other", file=other) for p in written(2, 3)]
+    theirs = [replace(p, experiment="other", files=(other,)) for p in written(2, 3)]
     code, text = go(theirs)
     assert code == 0
     assert "of another grid, and shown where that has them (grid of trifles): 1 result" in text

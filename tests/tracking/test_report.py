@@ -493,7 +493,7 @@ def test_page_of_some_points_or_of_another_grid_leaves_that_of_the_whole(store, 
     other.write_text(todo[0].file.read_text())
     with pytest.raises(UserError, match="no results of"):
         report.of(str(other))
-    assert re.search(r"trivial-\w{6}\.yaml\.html", go([replace(todo[0], file=other)])[1])
+    assert re.search(r"trivial-\w{6}\.yaml\.html", go([replace(todo[0], files=(other,))])[1])
     assert page.read_bytes() == before
     grids = [track.runs(grid=file.stem) for file in (store / "grids").glob("*.file")]
     assert sorted(map(len, grids)) == [1, 2]

@@ -87,12 +87,8 @@ def run(task: Task, mailbox: Any = None, number: int = 0) -> Outcome:
 
     node = socket.gethostname()
     os.environ.update(task.environment)
-    if _imported() != task.code:
-        message = f"this machine imported code that differs from the runner's, from {results.ROOT}"
-        return Outcome(node, failure=("error", message, ""))
-    if how := _differs(task.point):
-        message = f"this machine is of another kind than the runner's: {how}"
-        return Outcome(node, failure=("error", message, ""))
+    if why := _refusal(task):
+        return Outcome(node, failure=("error", why, ""))
     watch("starting")
     point = replace(task.point, notebook=results.ROOT / task.point.notebook)
     with tempfile.TemporaryDirectory(prefix="specexp-") as name:
@@ -102,18 +98,21 @@ def run(task: Task, mailbox: Any = None, number: int = 0) -> Outcome:
             execute(point, folder, worker, watch, task.environment)
         except Failure as e:
             failure = e.kind, str(e), traceback.format_exc()
-        return Outcome(
-            node, *(packed(folder, failure) if results.is_folder(folder) else ({}, failure))
-        )
+        return Outcome(node, *packed(folder, failure))
 
 
-def _differs(point: Point) -> str:
-    """How this machine differs from the one that the point's key names, in words."""
+def _refusal(task: Task) -> str:
+    """Why a task cannot run on this machine, in words: its code, or how it differs from the machine
+    that the point's key names."""
+    if _imported() != task.code:
+        return f"this machine imported code that differs from the runner's, from {results.ROOT}"
+    point = task.point
     parts, device = point.identity.parts, point.params.get("device", "auto")
     torch.set_num_threads(int(parts["threads"]))
     here = provenance.machine(device, point.timed)
     here |= {"kernels": provenance.kernels(device)} if "kernels" in parts else {}
-    return identity.why_new(here, {name: parts.get(name, "") for name in here})
+    how = identity.why_new(here, {name: parts.get(name, "") for name in here})
+    return how and f"this machine is of another kind than the runner's: {how}"
 
 
 @cache
@@ -131,8 +130,10 @@ def _worker(modules: tuple[str, ...], forked: bool, threads: str | None) -> kern
 def packed(
     folder: Path, failure: tuple[str, str, str] | None
 ) -> tuple[dict[str, bytes], tuple[str, str, str] | None]:
-    """A folder's files, smallest first, up to MOST_BYTES; the failure says if any are left out."""
-    sizes = sorted((path.stat().st_size, path) for path in results.files_in(folder))
+    """A folder's files, smallest first, up to MOST_BYTES; the failure says if any are left out. A
+    notebook may have removed the folder."""
+    files = results.files_in(folder) if results.is_folder(folder) else []
+    sizes = sorted((path.stat().st_size, path) for path in files)
     fit = [total <= MOST_BYTES for total in accumulate(size for size, _ in sizes)]
     paths = [path for (_, path), fits in zip(sizes, fit, strict=True) if fits]
     if not all(fit):
