@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specexp.fast.cpu import build
 from specexp.fast.cpu.passes import Native
-from specexp.fast.recordings import Recordings
+from specexp.fast.recordings import Recordings, Tape
 from specexp.models.lm import LM
 from specexp.ops import kernel, switched_off
 from specexp.recording import Recorder, Reports, reaches_host, recorder_for
@@ -156,7 +156,7 @@ class _CompiledReplay:
             raise IndexError(OUT_OF_RANGE)
 
     def rounds(self, most: int, report: Tensor) -> Reports:
-        """See `CpuTape.repeat`; the calls are those of a round."""
+        """See `Tape.repeat`: the calls are those of a round, and none is begun after MAX_CALL_S."""
         (B, wide), begin = report.shape, time.perf_counter()
         reports = torch.empty(most, B, wide, dtype=report.dtype)
         seconds = torch.empty(most, dtype=torch.float64)
@@ -215,27 +215,14 @@ def replays_for(target: LM) -> Recorder:
     return Recordings(CpuTape())
 
 
-class CpuTape:
-    """Records functions as lists of compiled calls and torch's operations. `warm` and `ahead`: see
-    `Recorder`."""
-
-    warm, ahead = 1, 0
-
-    def run(self, fn: Callable[[], T]) -> T:
-        """Call `fn` as a warm-up."""
-        return fn()
+class CpuTape(Tape):
+    """Records functions as lists of compiled calls and torch's operations."""
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        """Run `fn` once and record it. Returns its replay, or None if it can only be called again,
-        and its result. A replay overwrites the result, and so may the replay or recording of any
-        other function of the same `kind` (None: of no kind). A tape may raise Refused; this one
-        does not."""
         with recording() as recorded:
             result = fn()
         return replay_of(recorded.steps) if recorded.whole else None, result
 
     def repeat(self, replay: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
-        """Replay a round up to `most` more times in one call, which begins no round after
-        MAX_CALL_S and none once a row has ended. `report`: where the round writes its report.
-        Returns the reports; none if the replay is not one compiled call."""
+        """See `Tape.repeat`: only a replay that is one compiled call is repeated."""
         return replay.rounds(most, report) if most and isinstance(replay, _CompiledReplay) else []
