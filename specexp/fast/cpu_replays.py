@@ -10,7 +10,7 @@ the host, or has shapes that depend on values; the round then keeps running oper
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import addressof, c_void_p
+from ctypes import addressof, c_int64, c_void_p
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -144,15 +144,13 @@ class _CompiledReplay:
     IndexError if one of them finds a token or a slot out of range."""
 
     def __init__(self, calls: Sequence[build.CompiledCall]) -> None:
-        code = build.library()
-        assert code is not None
-        self.code, self.calls, self.count = code.files["rounds"], calls, len(calls)
+        self.code, self.calls = build.functions(), calls
         pairs = (x for call in calls for x in (call.function, addressof(call.numbers)))
         self.list = (c_void_p * (2 * len(calls)))(*pairs)
-        self.first = addressof(self.list)
+        self.numbers = (c_int64 * 2)(len(calls), addressof(self.list))
 
     def __call__(self) -> None:
-        if not self.code.replay(self.count, self.first):
+        if not self.code.replay.code(self.numbers):
             raise IndexError(OUT_OF_RANGE)
 
     def rounds(self, most: int, report: Tensor) -> Reports:
@@ -160,9 +158,8 @@ class _CompiledReplay:
         (B, wide), begin = report.shape, time.perf_counter()
         reports = torch.empty(most, B, wide, dtype=report.dtype)
         seconds = torch.empty(most, dtype=torch.float64)
-        addresses = (x.data_ptr() for x in (report, reports, seconds))
         count = self.code.replay_rounds(
-            self.count, self.first, most, MAX_CALL_S, B, wide, *addresses
+            *self.numbers, most, MAX_CALL_S, B, wide, report, reports, seconds
         )
         if count < 0:
             raise IndexError(OUT_OF_RANGE)
