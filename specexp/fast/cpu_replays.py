@@ -10,7 +10,7 @@ the host, or has shapes that depend on values; the round then keeps running oper
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import addressof, c_void_p
+from ctypes import addressof, c_int64, c_void_p
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specexp.fast.cpu import build
 from specexp.fast.cpu.passes import Native
-from specexp.fast.recordings import Recordings
+from specexp.fast.recordings import Recordings, Tape
 from specexp.models.lm import LM
 from specexp.ops import kernel, switched_off
 from specexp.recording import Recorder, Reports, reaches_host, recorder_for
@@ -144,25 +144,22 @@ class _CompiledReplay:
     IndexError if one of them finds a token or a slot out of range."""
 
     def __init__(self, calls: Sequence[build.CompiledCall]) -> None:
-        code = build.library()
-        assert code is not None
-        self.code, self.calls, self.count = code.files["rounds"], calls, len(calls)
+        self.code, self.calls = build.functions(), calls
         pairs = (x for call in calls for x in (call.function, addressof(call.numbers)))
         self.list = (c_void_p * (2 * len(calls)))(*pairs)
-        self.first = addressof(self.list)
+        self.numbers = (c_int64 * 2)(len(calls), addressof(self.list))
 
     def __call__(self) -> None:
-        if not self.code.replay(self.count, self.first):
+        if not self.code.replay.code(self.numbers):
             raise IndexError(OUT_OF_RANGE)
 
     def rounds(self, most: int, report: Tensor) -> Reports:
-        """See `CpuTape.repeat`; the calls are those of a round."""
+        """See `Tape.repeat`: the calls are those of a round, and none is begun after MAX_CALL_S."""
         (B, wide), begin = report.shape, time.perf_counter()
         reports = torch.empty(most, B, wide, dtype=report.dtype)
         seconds = torch.empty(most, dtype=torch.float64)
-        addresses = (x.data_ptr() for x in (report, reports, seconds))
         count = self.code.replay_rounds(
-            self.count, self.first, most, MAX_CALL_S, B, wide, *addresses
+            *self.numbers, most, MAX_CALL_S, B, wide, report, reports, seconds
         )
         if count < 0:
             raise IndexError(OUT_OF_RANGE)
@@ -215,27 +212,14 @@ def replays_for(target: LM) -> Recorder:
     return Recordings(CpuTape())
 
 
-class CpuTape:
-    """Records functions as lists of compiled calls and torch's operations. `warm` and `ahead`: see
-    `Recorder`."""
-
-    warm, ahead = 1, 0
-
-    def run(self, fn: Callable[[], T]) -> T:
-        """Call `fn` as a warm-up."""
-        return fn()
+class CpuTape(Tape):
+    """Records functions as lists of compiled calls and torch's operations."""
 
     def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
-        """Run `fn` once and record it. Returns its replay, or None if it can only be called again,
-        and its result. A replay overwrites the result, and so may the replay or recording of any
-        other function of the same `kind` (None: of no kind). A tape may raise Refused; this one
-        does not."""
         with recording() as recorded:
             result = fn()
         return replay_of(recorded.steps) if recorded.whole else None, result
 
     def repeat(self, replay: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
-        """Replay a round up to `most` more times in one call, which begins no round after
-        MAX_CALL_S and none once a row has ended. `report`: where the round writes its report.
-        Returns the reports; none if the replay is not one compiled call."""
+        """See `Tape.repeat`: only a replay that is one compiled call is repeated."""
         return replay.rounds(most, report) if most and isinstance(replay, _CompiledReplay) else []

@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from specexp.errors import first_line
-from specexp.fast.recordings import Recordings, Refused, memory_of
+from specexp.fast.recordings import Recordings, Refused, Tape, memory_of
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM, fill
 from specexp.ops import kernel, switched_off
-from specexp.recording import Recorder, Reports, recorder_for
+from specexp.recording import Recorder, recorder_for
 from specexp.sequences import Sequences
 
 T = TypeVar("T")
 
 
-class CudaTape:
-    """Records functions of one device as CUDA graphs, on a stream of its own. Its methods are those
-    of `CpuTape`. Graphs of one kind share a memory pool, so replaying one may overwrite the result
-    of another."""
+class CudaTape(Tape):
+    """Records functions as CUDA graphs, on a stream of its own. Graphs of one kind share a memory
+    pool, so replaying one may overwrite the result of another."""
 
     warm, ahead = 3, 1
 
@@ -73,9 +72,6 @@ class CudaTape:
                 self.latest[kind] = graph
             graph.replay()
         return graph.replay, result
-
-    def repeat(self, replay: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
-        return []
 
 
 _tape = cache(CudaTape)  # one for each device

@@ -15,9 +15,9 @@ compiled instead (cpu/passes.cpp). The cache decides where keys and values are w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,6 +38,7 @@ from specexp.tree import Branches
 
 log = logging.getLogger("specexp")
 Net = TypeVar("Net")
+Kinds: TypeAlias = Sequence[Any] | int  # of a cache's layers; a number: all of them read every slot
 
 FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
@@ -293,26 +294,33 @@ def network(module: Any, name: str, vocab: int) -> Network:
     module has other weights."""
     if not isinstance(module, transformers.PreTrainedModel):
         return NotImplemented
-    networks = _FUSED.setdefault(module, {})
-    net, its_weights = networks.get(key := (vocab, build.off()), (None, None))
-    if its_weights != weights_of(module):
-        net, why = _fuse(module, vocab)
-        networks[key] = net, weights_of(module)  # joining has moved them
-        warn(name, net, why)
-    return net or NotImplemented
+    key = vocab, build.off()
+    return kept(module, key, lambda: warned(name, *_fuse(module, vocab)))
 
 
-# By vocabulary and `build.off()`: the passes, and the `weights_of` the module that they are of.
-_FUSED: WeakKeyDictionary[Any, dict[tuple[int, bool], tuple[Any, Any]]] = WeakKeyDictionary()
+# By key (`kept`): a network, and the `weights_of` the module that it is of.
+_FUSED: WeakKeyDictionary[Any, dict[Hashable, tuple[Any, Any]]] = WeakKeyDictionary()
 # The relative difference of logits that rounding alone may cause through many layers.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.1}
 
 
-def warn(name: str, net: object, why: str) -> None:
-    """Log `why` the module `name` is run by `net` (None: by transformers) and by nothing faster."""
+def kept(module: Any, key: Hashable, make: Callable[[], Network]) -> Network:
+    """What `make` returned for this module and key, made anew if the module has other weights."""
+    networks = _FUSED.setdefault(module, {})
+    net, its_weights = networks.get(key, (None, None))
+    if its_weights != weights_of(module):
+        net = make()
+        networks[key] = net, weights_of(module)  # joining has moved them
+    return net
+
+
+def warned(name: str, net: Network | None, why: str) -> Network:
+    """`net`; NotImplemented for None. Logs `why` the module `name` is run by `net` (None: by
+    transformers) and by nothing faster."""
     if why:
         how = "in torch's operations, uncompiled" if net else "by transformers, not fused"
         log.warning("%s: run %s, because %s", name, how, why)
+    return net or NotImplemented
 
 
 @torch.inference_mode()
@@ -360,9 +368,9 @@ def probe(module: Any) -> Tensor:
     return torch.arange(8, device=module.device)[None] * 7919 % module.config.vocab_size
 
 
-def whole_sequence(kinds: Sequence[Any] | int, tokens: Tensor) -> tuple[Tensor, SlotCache]:
-    """Positions [1, n] of tokens [1, n], and a cache with layers of these kinds (a number: so many
-    layers that read every slot) that is aimed at slots 0..n-1."""
+def whole_sequence(kinds: Kinds, tokens: Tensor) -> tuple[Tensor, SlotCache]:
+    """Positions [1, n] of tokens [1, n], and a cache with layers of these kinds that is aimed at
+    slots 0..n-1."""
     n = tokens.shape[1]
     at, cache = torch.arange(n, device=tokens.device)[None], SlotCache(kinds, 1, n)
     cache.aim(slice(0, 1), at, n)
@@ -377,11 +385,7 @@ def implementations(fused: Fused) -> Iterator[Fused | Native]:
 
 
 def fastest_agreeing(
-    nets: Iterable[Net],
-    kinds: Sequence[Any] | int,
-    tokens: Tensor,
-    reference: Tensor,
-    **inputs: Tensor,
+    nets: Iterable[Net], kinds: Kinds, tokens: Tensor, reference: Tensor, **inputs: Tensor
 ) -> tuple[Net | None, str]:
     """The fastest of `nets`, which are in order of speed, of those before the first whose logits of
     tokens [1, n] differ from `reference` [1, n, V] by more than rounding, or None; and in words,
@@ -409,11 +413,7 @@ def failure(e: Exception) -> str:
 
 
 def _difference(
-    net: Any,
-    kinds: Sequence[Any] | int,
-    tokens: Tensor,
-    reference: Tensor,
-    inputs: dict[str, Tensor],
+    net: Any, kinds: Kinds, tokens: Tensor, reference: Tensor, inputs: dict[str, Tensor]
 ) -> float:
     """The relative difference of a network's logits from the reference, where that is finite."""
     at, cache = whole_sequence(kinds, tokens)

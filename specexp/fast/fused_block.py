@@ -92,9 +92,7 @@ class FusedBlock:
 def network(block: Block, name: str, vocab: int) -> Network:
     """The block's fused passes, compiled if they can be, with logits of the first `vocab` tokens.
     NotImplemented, after a warning that says why, if the module has to run as it is."""
-    net, why = _fuse(block, vocab)
-    fused.warn(name, net, why)
-    return net or NotImplemented
+    return fused.warned(name, *_fuse(block, vocab))
 
 
 @torch.inference_mode()

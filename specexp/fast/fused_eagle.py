@@ -53,9 +53,7 @@ def network(eagle: nn.Module, name: str, vocab: int) -> Network:
     NotImplemented, after a warning that says why, if the module has to run as it is."""
     if not isinstance(eagle, Eagle):  # a layer of the target's own class: drafters/mtp.py
         return NotImplemented
-    net, why = _fuse(eagle, vocab)
-    fused.warn(name, net, why)
-    return net or NotImplemented
+    return fused.warned(name, *_fuse(eagle, vocab))
 
 
 @torch.inference_mode()
@@ -71,7 +69,7 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     features = features.view(*tokens.shape, -1).to(eagle.dtype).sin()
     at, cache = fused.whole_sequence(layers, tokens)
     try:
-        net = _eagle3(eagle, vocab) if eagle.shape.fused else _eagle1(eagle, vocab)
+        net = _network(eagle, vocab)
         reference = eagle(tokens, at, cache.mask(None, eagle.dtype), features).logits[..., :vocab]
     except Exception as e:
         return None, fused.failure(e)
@@ -79,13 +77,11 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
     return fused.fastest_agreeing(nets, layers, tokens, reference, features=features)
 
 
-def _eagle1(eagle: Eagle, vocab: int) -> Fused:
-    """EAGLE-1's layer over states [B * n, E] that contain the embeddings; the target's LM head."""
-    return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight[:vocab])
-
-
-def _eagle3(eagle: Eagle, vocab: int) -> Fused:
-    """EAGLE-3's layer over states [B * n, E] and embeddings, and its own LM head."""
+def _network(eagle: Eagle, vocab: int) -> Fused:
+    """EAGLE-1's layer over states [B * n, E] that contain the embeddings, and the target's LM head;
+    or EAGLE-3's over states and embeddings, and its own LM head."""
+    if not eagle.shape.fused:
+        return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight[:vocab])
     layer = eagle.midlayer
     head, ids = fused.inside(eagle.lm_head.weight, eagle.draft_ids, vocab)
     return Fused(

@@ -26,20 +26,15 @@ def place_weights(module: Any) -> None:
     """
     plain = (p for p in module.parameters() if p.device.type == "cpu" and not int8.is_quantised(p))
     weights = sorted(plain, key=lambda p: p.dim() < 2)
-    size = sum(_padded(p) for p in weights)
-    if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    sizes = [-(-p.nbytes // LINE) * LINE for p in weights]  # whole cache lines
+    if sum(sizes) < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # a system that promises no more memory than it has
         return
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    parts = torch.frombuffer(memory, dtype=torch.uint8).split([_padded(p) for p in weights])
+    parts = torch.frombuffer(memory, dtype=torch.uint8).split(sizes)
     for p, part in zip(weights, parts, strict=True):
         p.data = part[: p.nbytes].view(p.dtype).view(p.shape).copy_(p.data)
-
-
-def _padded(p: torch.Tensor) -> int:
-    """The bytes of p, rounded up to whole cache lines."""
-    return -(-p.nbytes // LINE) * LINE

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specexp.fast import fused
 from specexp.fast.fused import ROUNDING, AttentionInfo, attention
-from specexp.fast.parts import weights_of
 from specexp.models import load
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM, Network, Unfused
@@ -218,15 +216,7 @@ def network(module: Any, name: str, vocab: int) -> Network:
     """The module's lighter passes; NotImplemented if none agree with the module."""
     if not isinstance(module, PreTrainedModel):
         return NotImplemented
-    weights = weights_of(module)
-    net, its_weights = _LIGHTER.get(module, (None, None))
-    if its_weights != weights:
-        net = _lighter(module, name, vocab)
-        _LIGHTER[module] = net, weights
-    return net or NotImplemented
-
-
-_LIGHTER: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # and its weights
+    return fused.kept(module, "lighter", lambda: _lighter(module, name, vocab) or NotImplemented)
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """What fused passes take from a module: its weights, joined. They are not made if it is more."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,14 +52,9 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     first, size = parts[0], sum(len(p) for p in parts)
     if int8.is_quantised(first):
         return int8.joined(parts, _side_by_side)
-    at = first.storage_offset()
-    for p in parts:
-        if p.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or (
-            p.storage_offset() != at
-        ):
-            break
-        at += p.numel()
-    else:
+    places = accumulate((p.numel() for p in parts), initial=first.storage_offset())
+    in_order = all(p.storage_offset() == at for p, at in zip(parts, places, strict=False))
+    if in_order and len({p.untyped_storage().data_ptr() for p in parts}) == 1:
         return first.detach().as_strided((size, *first.shape[1:]), first.stride())
     whole = torch.cat([p.data for p in parts])
     for p, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):

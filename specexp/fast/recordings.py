@@ -26,8 +26,6 @@ from specexp.tree import Tree
 
 if TYPE_CHECKING:
     from specexp.engine import Engine
-    from specexp.fast.cpu_replays import CpuTape
-    from specexp.fast.cuda_graphs import CudaTape
 
 log = logging.getLogger("specexp")
 T = TypeVar("T")
@@ -37,6 +35,29 @@ MAX_RECORDINGS = 64  # recordings kept; the least recently used is dropped first
 
 class Refused(Exception):
     """A function cannot be recorded, and has done nothing; the message, one line, says why."""
+
+
+class Tape:
+    """Records functions of one device, so that they can be replayed. `warm` and `ahead`: see
+    `Recorder`."""
+
+    warm, ahead = 1, 0
+
+    def run(self, fn: Callable[[], T]) -> T:
+        """Call `fn` as a warm-up."""
+        return fn()
+
+    def record(self, fn: Callable[[], T], kind: Hashable) -> tuple[Callable[[], Any] | None, T]:
+        """Run `fn` once and record it. Returns its replay, or None if it can only be called again,
+        and its result. A replay overwrites the result, and so may the replay or recording of any
+        other function of the same `kind` (None: of no kind). May raise Refused."""
+        raise NotImplementedError
+
+    def repeat(self, replay: Callable[[], Any] | None, most: int, report: Tensor) -> Reports:
+        """Replay a round up to `most` more times in one call, none of them once a row has ended.
+        `report`: where the round writes its report. Returns the reports; none if there is no such
+        call."""
+        return []
 
 
 @dataclass
@@ -56,7 +77,7 @@ class Recordings(Recorder):
     round, and a key, which holds all that the recorded function depends on. whose: the owner's name
     in warnings."""
 
-    def __init__(self, tape: CpuTape | CudaTape, whose: str = "this engine") -> None:
+    def __init__(self, tape: Tape, whose: str = "this engine") -> None:
         self.tape, self.warm, self.ahead, self.whose = tape, tape.warm, tape.ahead, whose
         self.replays: dict[tuple[Hashable, Hashable], Replay] = {}
         self.latest: tuple[Any, Replay] = None, Replay()  # the last used: its kind and key, and it

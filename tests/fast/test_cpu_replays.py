@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import one_in
-from support.tape import recorded, unrecorded
+from support.tape import covered, recorded, unrecorded
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
 from test_cuda_graphs import Turns, told
 from torch import Tensor
@@ -62,12 +62,12 @@ def test_replayed_rounds_are_the_rounds(kind, tree, law):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_policies_may_change_trees(temperature):
-    found = []
-    for make in (fast, slow):
+    def text(make):
         made = make("model", temperature=temperature)
         made.policy = Turns(3, 1, 0, 2)
-        found.append(told(made.generate(PROMPTS, 60)))
-    assert found[0] == found[1]
+        return told(made.generate(PROMPTS, 60))
+
+    assert text(fast) == text(slow)
 
 
 class Asked(Fixed):
@@ -116,9 +116,8 @@ def test_nobody_is_kept_waiting_for_rounds_that_take_long(monkeypatch):
 @torch.inference_mode()
 def test_rows_with_budgets_are_replayed(kind):
     made, budget = fast(kind), torch.tensor([4, 0, -1, 2, 4])
-    other = slow(kind)
-    found = []
-    for pairing in (made, other):
+
+    def rounds(pairing):
         seqs = pairing.begin(Sequences.of(PROMPTS, LONG, slack=5))
         seqs.budget = budget.clone()
         reports = []
@@ -126,8 +125,9 @@ def test_rows_with_budgets_are_replayed(kind):
             seqs.budget.copy_(budget.roll(turn))  # in the same memory
             reports.append(pairing.run(seqs, TREES["chain"]))
         lines = zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)
-        found.append((reports, [tokens[:length] for tokens, length in lines]))
-    assert found[0] == found[1]
+        return reports, [tokens[:length] for tokens, length in lines]
+
+    assert rounds(made) == rounds(slow(kind))
     assert "round" in recorded(made)
 
 
@@ -140,14 +140,13 @@ def test_a_draft_on_the_host_has_its_target_replayed():
 
 
 def test_a_chain_and_a_tree_of_its_size_are_other_passes():
+    class Changes(Fixed):
+        def choose(self, load):
+            return Plan(next(shapes))
+
     found = []
     for make in (fast, slow):
         shapes = cycle([Tree.chain(6), Tree.chain(6), Tree.branching(2, 2)])
-
-        class Changes(Fixed):
-            def choose(self, load, shapes=shapes):
-                return Plan(next(shapes))
-
         made = make("suffix")
         made.drafter.on_host, made.policy = True, Changes(Tree.chain(6))
         found.append(told(made.generate(PROMPTS, LONG)))
@@ -169,16 +168,11 @@ def test_served_texts_are_the_texts(kind):
 def test_few_batch_sizes_are_recorded_without_free_rows():
     bank = EngineRows(fast("model", "chain"), count=7, slots=64, slack=5)
 
-    @torch.inference_mode()
-    def covered(*budget: int) -> tuple[int, list[int] | None]:
-        rows = bank._rows(budget, 9, max(budget))
-        return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()
-
-    assert [covered(*[2] * n)[0] for n in (1, 2, 3, 5, 6, 7)] == [1, 2, 4, 7, 7, 7]
-    assert covered(2, 0, 1) == (4, [2, 0, 1, -1])
-    assert covered(0, 0, 0) == (4, [0, 0, 0, -1])
-    assert covered(0, 0, -1, 0) == (4, [0, 0, -1, 0])
-    assert covered(0, 0, 0, 0) == (4, None)
+    assert [covered(bank, *[2] * n)[0] for n in (1, 2, 3, 5, 6, 7)] == [1, 2, 4, 7, 7, 7]
+    assert covered(bank, 2, 0, 1) == (4, [2, 0, 1, -1])
+    assert covered(bank, 0, 0, 0) == (4, [0, 0, 0, -1])
+    assert covered(bank, 0, 0, -1, 0) == (4, [0, 0, -1, 0])
+    assert covered(bank, 0, 0, 0, 0) == (4, None)
 
 
 @pytest.mark.parametrize(("dtype", "kinds"), [(torch.float32, 1), (torch.float64, 2)])
@@ -457,9 +451,9 @@ def test_a_network_that_changes_is_another_replay():
 
 
 def test_the_deepest_draft_is_cut_where_the_drafter_ends():
-    found = []
-    for make in (fast, slow):
+    def text(make):
         made = make("model", Tree.chain(4))
         made.drafter.context = 20
-        found.append(told(made.generate(PROMPTS, LONG)))
-    assert found[0] == found[1]
+        return told(made.generate(PROMPTS, LONG))
+
+    assert text(fast) == text(slow)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from conftest import also, in_turn, on_every_device, one_in
-from support.tape import Counted, Tape, operations, taped, untaped
+from support.tape import Counted, Tape, covered, operations, taped, untaped
 from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, draft_module, engine, expected, module
 
 from specexp.drafters import Drafter
@@ -531,20 +531,15 @@ def test_rounds_cover_known_sizes_where_rows_are_free():
     made = engine("model", "chain")
     bank = EngineRows(made, count=7, slots=64, slack=5)
 
-    @torch.inference_mode()
-    def covered(*budget: int) -> tuple[int, list[int] | None]:
-        rows = bank._rows(budget, 9, max(budget))
-        return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()
-
-    assert covered(0, 0, 0) == (3, None)
-    assert covered(0, 0, -1) == (3, [0, 0, -1])
-    assert covered(2, 2, 2) == (3, [2, 2, 2])
-    assert covered(2, 2, -1) == (3, [2, 2, -1])
-    assert covered(2, 0, -1) == (3, [2, 0, -1])
+    assert covered(bank, 0, 0, 0) == (3, None)
+    assert covered(bank, 0, 0, -1) == (3, [0, 0, -1])
+    assert covered(bank, 2, 2, 2) == (3, [2, 2, 2])
+    assert covered(bank, 2, 2, -1) == (3, [2, 2, -1])
+    assert covered(bank, 2, 0, -1) == (3, [2, 0, -1])
     bank = EngineRows(taped(made), count=7, slots=64, slack=5)
-    assert [covered(*[2] * n)[0] for n in (1, 3, 4, 5, 7)] == [1, 4, 4, 7, 7]
-    assert covered(2, 0, 1, 3, -1) == (7, [2, 0, 1, 3, -1, -1, -1])
-    assert covered(0, 0, -1) == (4, None)
+    assert [covered(bank, *[2] * n)[0] for n in (1, 3, 4, 5, 7)] == [1, 4, 4, 7, 7]
+    assert covered(bank, 2, 0, 1, 3, -1) == (7, [2, 0, 1, 3, -1, -1, -1])
+    assert covered(bank, 0, 0, -1) == (4, None)
 
 
 # functions by themselves

@@ -23,6 +23,7 @@ from specexp.drafters.ngram import NGram
 from specexp.engine import Engine
 from specexp.fast import fused
 from specexp.models import int8
+from specexp.models.lm import LM
 from specexp.models.load import of_module
 from specexp.policy import Fixed
 from specexp.sampling import Sampling
@@ -38,13 +39,22 @@ def _fused_as_on_a_gpu(monkeypatch):
 
 
 def stays(attention, kind, tree, rule, temperature, family="llama") -> None:
+    made = engine(kind, tree, rule, family, temperature, ATTENTION[attention])
+    round_stays(made, tree, attention)
+
+
+def round_stays(made: Engine, tree: str, attention) -> None:
     """A round gives a report of every row, and what a round may not do is not done."""
-    dtype = ATTENTION[attention]
-    made = engine(kind, tree, rule, family, temperature, dtype)
     with begun(made, PROMPTS, TREES[tree], attention) as seqs:
         report = made.round(seqs, TREES[tree])
         assert report.is_meta
         assert len(report) == len(PROMPTS)
+
+
+def grown_round_stays(target: LM, attention) -> None:
+    """A round of a draft tree that the target grows itself."""
+    own = DraftModel(target.apart("draft"), Sampling(0.0))
+    round_stays(Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0)), "grown", attention)
 
 
 @pytest.mark.parametrize(("tree", "rule", "temperature"), EVERY)
@@ -80,11 +90,7 @@ def test_round_over_rings_leaves_the_device(attention, tree):
 def test_round_by_position_leaves_the_device(attention, name):
     net = architectures.build(name, ATTENTION[attention])
     net.config._experts_implementation = "batched_mm"
-    target = of_module(net)
-    own = DraftModel(target.apart("draft"), Sampling(0.0))
-    made = Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0))
-    with begun(made, PROMPTS, TREES["grown"], attention) as seqs:
-        assert made.round(seqs, TREES["grown"]).is_meta
+    grown_round_stays(of_module(net), attention)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +102,7 @@ def test_round_through_lighter_passes_leaves_the_device(attention, name):
     with lightened():
         target = of_module(net)
     assert not target.net.table.off
-    own = DraftModel(target.apart("draft"), Sampling(0.0))
-    made = Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0))
-    with begun(made, PROMPTS, TREES["grown"], attention) as seqs:
-        assert made.round(seqs, TREES["grown"]).is_meta
+    grown_round_stays(target, attention)
 
 
 @pytest.mark.parametrize(("tree", "attention"), in_turn(["chain", "grown"], ATTENTION))
@@ -109,8 +112,7 @@ def test_round_with_processed_logits_leaves_the_device(attention, tree):
         "sequence_bias": [[[5, 6], 1.5]],
     }  # fmt: skip
     made = processed(engine("model", tree, "match", dtype=ATTENTION[attention]), **config)
-    with begun(made, PROMPTS, TREES[tree], attention) as seqs:
-        assert made.round(seqs, TREES[tree]).is_meta
+    round_stays(made, tree, attention)
 
 
 @pytest.mark.parametrize("tree", ["chain", "grown"])

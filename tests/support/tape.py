@@ -9,12 +9,13 @@ from support.references import references
 from torch.utils._pytree import tree_leaves
 
 from specexp.engine import Engine
-from specexp.fast import cuda_graphs
+from specexp.fast import cuda_graphs, recordings
 from specexp.fast.cpu_replays import Recording, replay_of
 from specexp.fast.fused_block import FusedBlock
 from specexp.fast.fused_eagle import FusedEagle
 from specexp.fast.recordings import Recordings, Refused
 from specexp.recording import Recorder
+from specexp.serving.engine_rows import EngineRows
 
 
 class Operations(Recording):
@@ -39,24 +40,18 @@ def operations():
         yield noted
 
 
-class Tape:
+class Tape(recordings.Tape):
     """A tape for `Recordings`."""
 
     warm, ahead = 3, 1
-
-    def run(self, fn):
-        return fn()
 
     def record(self, fn, kind):
         with operations() as noted:
             made = fn()
         return replay_of(noted.steps), made
 
-    def repeat(self, replay, most, report):
-        return []
 
-
-class Counted:
+class Counted(recordings.Tape):
     """A tape that tells the kinds of what it recorded, and how often something was replayed."""
 
     def __init__(self, inner):
@@ -75,9 +70,6 @@ class Counted:
             replay()
 
         return counted, made
-
-    def repeat(self, replay, most, report):
-        return []
 
 
 def in_torch(net: Any) -> Any:
@@ -107,6 +99,13 @@ def untaped(engine: Engine) -> Engine:
 def unrecorded(engine: Engine) -> Engine:
     """The same engine, its rounds run as they are."""
     return Engine.of(engine, recorder=Recorder())
+
+
+@torch.inference_mode()
+def covered(bank: EngineRows, *budget: int) -> tuple[int, list[int] | None]:
+    """How many rows a round of these rows covers, and their budgets."""
+    rows = bank._rows(budget, 9, max(budget))
+    return len(rows.tokens), None if rows.budget is None else rows.budget.tolist()
 
 
 def recorded(engine: Engine) -> set[Any]:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from ctypes import CDLL, Array, addressof, c_bool, c_double, c_int64, c_void_p, cast
+from ctypes import CDLL, Array, addressof, c_double, c_int64, c_void_p, cast
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,28 +70,32 @@ class CompiledCall(NamedTuple):
 
 class Function:
     """A compiled function, called with numbers, tensors and ctypes objects. The caller checks
-    dtypes and strides, as tensors are passed by address. Returns False if the function fails."""
+    dtypes and strides, as tensors are passed by address. Returns what the function returns, an
+    integer: for most of them, 0 if it fails. `code` takes the arguments as int64 already."""
 
     def __init__(self, code: CDLL, name: str) -> None:
         self.code = code[f"call_{name}"]
-        self.code.restype = c_bool
+        self.code.restype = c_int64
         self.address: int = cast(self.code, c_void_p).value or 0
 
-    def __call__(self, *arguments: Any) -> bool:
+    def __call__(self, *arguments: Any) -> int:
         numbers = (c_int64 * len(arguments))(*map(_number, arguments))
         if this_thread.calls is not None:
             held = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
             this_thread.calls.append(CompiledCall(self.address, numbers, held))
-        done: bool = self.code(numbers)
-        return done
+        result: int = self.code(numbers)
+        return result
 
 
 def _number(x: Any) -> int:
-    """An argument as int64: an integer itself, the bits of a float, or the address of an object."""
+    """An argument as int64: an integer itself, the bits of a float, or the address of an object, 0
+    for None."""
     if isinstance(x, Tensor):
         return x.data_ptr()
     if isinstance(x, float):
         return c_int64.from_buffer(c_double(x)).value
+    if x is None:
+        return 0
     return x if isinstance(x, int) else addressof(x)
 
 
@@ -104,17 +108,15 @@ def addresses(tensors: Sequence[Tensor]) -> Array[c_void_p]:
     return (c_void_p * len(tensors))(*map(address, tensors))
 
 
-class Library(NamedTuple):
-    """The compiled files by name, and the functions of all of them as attributes."""
-
-    files: dict[str, CDLL]
-    functions: Any
-
-
-def library() -> Library | None:
-    """The compiled code, compiled first if need be. None with SPECEXP_NATIVE=off or, after one
-    warning that says why, if it cannot be compiled."""
+def library() -> Any:
+    """The compiled functions as attributes, and the `files` that hold them; compiled first if need
+    be. None with SPECEXP_NATIVE=off or, after one warning that says why, if they cannot be."""
     return None if off() else _loaded()
+
+
+def functions() -> Any:
+    """The same, whatever SPECEXP_NATIVE is by now."""
+    return _loaded()
 
 
 def state() -> str:
@@ -125,8 +127,7 @@ def state() -> str:
         return "no C++ compiler: torch's operations"
     if not (code := _loaded()):
         return "not compiled: torch's operations"
-    paths = (Path(file._name) for file in code.files.values())
-    files = b"".join(file.read_bytes() for file in paths if file.exists())
+    files = b"".join(file.read_bytes() for file in code.files if file.exists())
     return f"compiled by {compiler()}, {vectors()}, {hashlib.sha256(files).hexdigest()[:8]}"
 
 
@@ -145,20 +146,15 @@ def off() -> bool:
 
 
 @cache
-def _loaded() -> Library | None:
+def _loaded() -> Any:
     waiting = threading.Timer(1, print, [WAITING], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     waiting.start()
     try:
-        files = {x: _library(FOLDER / f"{x}.cpp") for x in FILES}
-        rounds = files["rounds"]
-        files["passes"].spent_ns.restype = c_int64
-        rounds.replay.restype, rounds.replay.argtypes = c_bool, (c_int64, c_void_p)
-        rounds.replay_rounds.restype = c_int64
-        numbers = c_int64, c_double, c_int64, c_int64
-        rounds.replay_rounds.argtypes = c_int64, c_void_p, *numbers, *[c_void_p] * 3
-        functions = {name: Function(code, name) for x, code in files.items() for name in _names(x)}
-        return Library(files, SimpleNamespace(**functions))
+        codes = {x: _library(FOLDER / f"{x}.cpp") for x in FILES}
+        functions = {name: Function(code, name) for x, code in codes.items() for name in _names(x)}
+        files = [Path(code._name) for code in codes.values()]
+        return SimpleNamespace(files=files, **functions)
     except FAULTS as e:
         output = getattr(e, "stderr", None) or str(e)
         lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -172,12 +168,6 @@ def _loaded() -> Library | None:
 def _names(file: str) -> list[str]:
     """The names of a file's functions that Python calls, read from its lines with CALLED."""
     return re.findall(r"^CALLED\((\w+)", (FOLDER / f"{file}.cpp").read_text(), re.MULTILINE)
-
-
-def functions() -> Any:
-    """The compiled functions as attributes; None if there is no compiled code."""
-    code = _loaded()
-    return code and code.functions
 
 
 def compiler() -> str | None:

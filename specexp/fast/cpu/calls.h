@@ -16,17 +16,17 @@ template <typename A> static A as(int64_t arguments) {
     } else return (A)arguments;
 }
 
-// Calls f with the arguments that it declares. Returns its result, or true if it has none.
+// Calls f with the arguments that it declares. Returns its result, or 1 if it has none.
 template <typename R, typename... A, size_t... i>
-static bool spread(R (*f)(A...), const int64_t *arguments, std::index_sequence<i...>) {
-    if constexpr (std::is_void_v<R>) return f(as<A>(arguments[i])...), true;
+static int64_t spread(R (*f)(A...), const int64_t *arguments, std::index_sequence<i...>) {
+    if constexpr (std::is_void_v<R>) return f(as<A>(arguments[i])...), 1;
     else return f(as<A>(arguments[i])...);
 }
 
-template <typename R, typename... A> static bool spread(R (*f)(A...), const int64_t *arguments) {
+template <typename R, typename... A> static int64_t spread(R (*f)(A...), const int64_t *arguments) {
     return spread(f, arguments, std::index_sequence_for<A...>());
 }
 
 // Defines call_NAME, by which Python calls a function. build.py reads the names from these lines.
 #define CALLED(name, ...) \
-    extern "C" bool call_##name(const int64_t *arguments) { return spread(__VA_ARGS__, arguments); }
+    extern "C" int64_t call_##name(const int64_t *arguments) { return spread(__VA_ARGS__, arguments); }

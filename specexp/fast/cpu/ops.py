@@ -45,9 +45,12 @@ def compiled(operation: Callable[P, T]) -> Callable[[Callable[P, T]], Callable[P
     return ops.kernel(operation, "cpu", ready=lambda _: build.library())
 
 
-def packed(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether these tensors are contiguous, of this dtype and on a CPU."""
+def packed(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
+    """Whether these tensors are contiguous, of this dtype and on a CPU, but for those that are
+    None."""
     for x in tensors:
+        if x is None:
+            continue
         if type(x) not in PLAIN or x.dtype != dtype or not x.is_cpu or not x.is_contiguous():
             return False
     return True
@@ -59,6 +62,13 @@ def of_dtype(name: str, x: Tensor) -> Any:
 
 
 integers, floats = partial(packed, torch.int64), partial(packed, torch.float32)
+
+
+def filled(run: build.Function, shape: Sequence[int], *arguments: Any) -> Tensor:
+    """New int64 memory of this shape, filled by a compiled function: it is its last argument."""
+    out = torch.empty(shape, dtype=torch.int64)
+    run(*arguments, out)
+    return out
 
 
 def strided(x: Tensor) -> bool:
@@ -79,20 +89,17 @@ def by_rows(x: Tensor) -> bool:
 def likeliest(w: Tensor) -> Tensor:
     if not floats(w) or not w.numel():
         return NotImplemented
-    best = torch.empty(w.shape[:-1], dtype=torch.int64)
-    build.functions().likeliest(best.numel(), w.shape[-1], w, best)
-    return best
+    rows = w.shape[:-1]
+    return filled(build.functions().likeliest, rows, rows.numel(), w.shape[-1], w)
 
 
 @compiled(sampling.ranked)
 def ranked(w: Tensor, k: int) -> Tensor:
     """Among equals, the lowest index comes first."""
-    V = w.shape[-1]
+    *rows, V = w.shape
     if not 1 < k <= V or not floats(w):
         return NotImplemented
-    best = torch.empty(*w.shape[:-1], k, dtype=torch.int64)
-    build.functions().ranked(w.shape[:-1].numel(), V, k, w, best)
-    return best
+    return filled(build.functions().ranked, (*rows, k), w.numel() // V, V, k, w)
 
 
 @compiled(Noise.keys)
@@ -100,9 +107,8 @@ def keys(self: Noise, stream: Tensor, length: Tensor, depth: Tensor) -> Tensor:
     (b, n), B = depth.shape, len(length)
     if not integers(stream, length, depth) or b not in (1, B):
         return NotImplemented
-    addresses = torch.empty(B, n, dtype=torch.int64)
-    build.functions().addresses(B, n, b == 1, self.by_round, stream, length, depth, addresses)
-    return addresses
+    arguments = b == 1, self.by_round, stream, length, depth
+    return filled(build.functions().addresses, (B, n), B, n, *arguments)
 
 
 @compiled(Noise.race)
@@ -146,9 +152,7 @@ def places(self: Sequences, depth: Tensor) -> Tensor:
     (b, n), B = depth.shape, len(self.length)
     if not integers(self.length, depth) or b not in (1, B):
         return NotImplemented
-    slots = torch.empty(B, n, dtype=torch.int64)
-    build.functions().places(B, n, b == 1, self.length, depth, slots)
-    return slots
+    return filled(build.functions().places, (B, n), B, n, b == 1, self.length, depth)
 
 
 @compiled(Sequences.read)
@@ -171,10 +175,8 @@ def commit(self: Sequences, verdict: Verdict) -> Tensor:
     if not integers(*arguments, *changed[1:]) or not by_rows(self.tokens):
         return NotImplemented
     B, n = verdict.new.shape
-    counts = torch.empty(B, 3, dtype=torch.int64)
     shape = B, n, len(self.eos), self.tokens.stride(0)
-    build.functions().commit(*shape, *arguments, *changed, counts)
-    return counts
+    return filled(build.functions().commit, (B, 3), *shape, *arguments, *changed)
 
 
 @compiled(sequences.columns)
@@ -183,9 +185,8 @@ def columns(*parts: Tensor) -> Tensor:
     B, n = len(parts[0]), len(parts)
     if any(x.shape != (B, 1) or not strided(x) for x in parts):
         return NotImplemented
-    table, strides = torch.empty(B, n, dtype=torch.int64), (x.stride(0) for x in parts)
-    build.functions().columns(B, n, table, build.addresses(parts), (c_int64 * n)(*strides))
-    return table
+    arguments = build.addresses(parts), (c_int64 * n)(*(x.stride(0) for x in parts))
+    return filled(build.functions().columns, (B, n), B, n, *arguments)
 
 
 @compiled(sequences.until)
@@ -193,10 +194,8 @@ def until(tokens: Tensor, depth: Tensor, budget: Tensor) -> Tensor:
     (B, n), (b, wide) = tokens.shape, depth.shape
     if not integers(tokens, depth, budget) or b not in (1, B) or wide not in (1, n):
         return NotImplemented
-    cut = torch.empty(B, n, dtype=torch.int64)
     strides = wide if b > 1 else 0, wide > 1
-    build.functions().until(B, n, *strides, tokens, depth, budget, cut)
-    return cut
+    return filled(build.functions().until, (B, n), B, n, *strides, tokens, depth, budget)
 
 
 @compiled(sequences.round_report)
@@ -204,9 +203,8 @@ def round_report(counts: Tensor, tokens: Tensor, faults: Sequence[Tensor]) -> Te
     if not integers(counts, tokens) or not floats(*faults):
         return NotImplemented
     (B, N), F = tokens.shape, len(faults)
-    table = torch.empty(B, 3 + F + N - 1, dtype=torch.int64)
-    build.functions().report(B, N, F, counts, tokens, table, build.addresses(faults))
-    return table
+    arguments = counts, tokens, build.addresses(faults)
+    return filled(build.functions().report, (B, 3 + F + N - 1), B, N, F, *arguments)
 
 
 # --- rules.py -------------------------------------------------------------------------------------
@@ -237,8 +235,7 @@ def block(self: rules.Block, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
 def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Verdict:
     """The verdict of a rule of chance.cpp. Raises IndexError for a draft token outside V."""
     children, q = draft.nodes.children, draft.q
-    laws = [p] if q is None else [p, q]
-    if type(rng) is not Noise or not floats(*laws) or any(x.shape != p.shape for x in laws):
+    if type(rng) is not Noise or not floats(p, q) or (q is not None and q.shape != p.shape):
         return NotImplemented
     if not integers(draft.tokens, children, draft.keys):
         return NotImplemented
@@ -246,9 +243,9 @@ def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Ve
     path, n, new = _verdict(draft)
     shape = B, N, V, path.shape[1], K, b == 1, torch.get_num_threads()
     chance = rng.salt(ACCEPT), rng.salt(RESIDUAL), float(lenience)
-    arguments = draft.tokens, children, draft.keys, p, 0 if q is None else q
+    arguments = draft.tokens, children, draft.keys, p, q, p.new_empty(B, 4, V)
     judge = getattr(build.functions(), rule)
-    if not judge(*shape, *chance, *arguments, p.new_empty(B, 4, V), path, n, new):
+    if not judge(*shape, *chance, *arguments, path, n, new):
         raise IndexError(f"a draft token is outside the vocabulary of {V} tokens")
     return Verdict(path, n, new)
 
@@ -269,24 +266,21 @@ def lookup(self: ngram.NGram, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         return NotImplemented
     device = seqs.device
     nodes, (leaves, branch) = tree.nodes(device), ngram.first_leaf(tree, device)
-    tokens = torch.empty(len(seqs.length), len(tree), dtype=torch.int64)
-    shape = *tokens.shape, self.n, leaves, self.vocab, seqs.tokens.stride(0)
+    size = len(seqs.length), len(tree)
+    shape = *size, self.n, leaves, self.vocab, seqs.tokens.stride(0)
     arguments = branch, nodes.depth, seqs.length, seqs.tokens
-    build.functions().lookup(*shape, *arguments, tokens)
-    return Draft(tokens, nodes, seqs)
+    return Draft(filled(build.functions().lookup, size, *shape, *arguments), nodes, seqs)
 
 
 @compiled(suffix.Suffix.propose)
 def vote(self: suffix.Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
     if len(tree) == 1 or not integers(seqs.length) or not by_rows(seqs.tokens):
         return NotImplemented
-    nodes = tree.nodes(seqs.device)
-    tokens = torch.empty(len(seqs.length), len(tree), dtype=torch.int64)
-    shape = *tokens.shape, self.longest, self.vocab, seqs.tokens.stride(0)
+    nodes, size = tree.nodes(seqs.device), (len(seqs.length), len(tree))
+    shape = *size, self.longest, self.vocab, seqs.tokens.stride(0)
     limits = float(self.least), float(self.stretch)
-    arguments = nodes.parents, nodes.depth, seqs.length, seqs.tokens
-    build.functions().vote(*shape, *limits, *arguments, tokens)
-    return Draft(tokens, nodes, seqs)
+    arguments = *limits, nodes.parents, nodes.depth, seqs.length, seqs.tokens
+    return Draft(filled(build.functions().vote, size, *shape, *arguments), nodes, seqs)
 
 
 @compiled(recycle.Table.read)
@@ -295,10 +289,9 @@ def recall(self: recycle.Table, rows: slice, tokens: Tensor) -> Tensor:
     owner, notes = (x[rows] for x in self.state)
     if not integers(owner, notes) or not strided(tokens) or len(tokens) != len(owner):
         return NotImplemented
-    copies = torch.empty(*tokens.shape, notes.shape[2], dtype=torch.int64)
+    size = *tokens.shape, notes.shape[2]
     shape = *tokens.shape, self.places, notes.stride(1), *tokens.stride()
-    build.functions().recall(*shape, tokens, owner, notes, copies)
-    return copies
+    return filled(build.functions().recall, size, *shape, tokens, owner, notes)
 
 
 @compiled(recycle.Table.write)
@@ -326,10 +319,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None and bias.shape != (outputs,):
         return NotImplemented
     x = x.contiguous()
-    if not packed(x.dtype, x, weight, *([] if bias is None else [bias])):
+    if not packed(x.dtype, x, weight, bias):
         return NotImplemented
     y = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
-    run(rows, inputs, outputs, torch.get_num_threads(), x, weight, 0 if bias is None else bias, y)
+    run(rows, inputs, outputs, torch.get_num_threads(), x, weight, bias, y)
     return y
 
 
@@ -356,11 +349,11 @@ def convolution(
     fit = weight.shape == (C, taps) and kept.shape[1:] == (C,) and len(window.after) == b * n
     if not fit or taps > window.back or (bias is not None and bias.shape != (C,)):
         return NotImplemented
-    if not packed(x.dtype, kept, weight, *([] if bias is None else [bias])) or x.stride(1) != 1:
+    if not packed(x.dtype, kept, weight, bias) or x.stride(1) != 1:
         return NotImplemented
     y = torch.empty(b, n, C, dtype=x.dtype)
     shape = b, n, C, taps, window.back, x.stride(0), x.stride(2), activation == "silu"
-    run(*shape, window.after, window.columns, x, weight, 0 if bias is None else bias, kept, y)
+    run(*shape, window.after, window.columns, x, weight, bias, kept, y)
     return y.transpose(1, 2)
 
 
@@ -373,7 +366,7 @@ def scan(
         return NotImplemented
     kept = [self.buffers[name, 0] for name in ("key", "decay", "write")]
     state = self.buffers["recurrent", 0][window.rows]
-    given = [x.contiguous() for x in (q, k, v, g, beta) if x is not None]
+    given = [None if x is None else x.contiguous() for x in (q, k, v, g, beta)]
     if not floats(*given, *kept, state):
         return NotImplemented
     (b, n, H, V), (G, K) = v.shape, k.shape[2:]
@@ -385,8 +378,8 @@ def scan(
     shape = b, n, window.size, FIRST + window.rows.start * window.size, window.folds, G, H, K, V
     how = g.shape[3], self.turned, torch.get_num_threads()
     seen = window.paths.seen.contiguous(), window.paths.place, window.own, window.after
-    y, no_rate = state.new_empty(b, n, H, V), [0] * (beta is None)
-    build.functions().scan(*shape, *how, *seen, *given, *no_rate, *kept, state, y)
+    y = state.new_empty(b, n, H, V)
+    build.functions().scan(*shape, *how, *seen, *given, *kept, state, y)
     return y
 
 
@@ -397,16 +390,16 @@ def shift(
 ) -> Tensor:  # fmt: skip
     """Takes weights [C, 4], and x [b, C, n] as `convolution` does, with C a multiple of 16."""
     run, kept = of_dtype("shift", x), self.buffers["conv", 0]
-    (b, C, n), part = x.shape, [] if bias is None else [bias]
+    b, C, n = x.shape
     if run is None or activation not in (None, "silu") or C % 16 or self.before.shape != (n, b):
         return NotImplemented
-    if not kept.shape[1:] == weight.shape == (C, 4) or any(y.shape != (C,) for y in part):
+    if not kept.shape[1:] == weight.shape == (C, 4) or (bias is not None and bias.shape != (C,)):
         return NotImplemented
-    if not packed(x.dtype, kept, weight, *part) or x.stride(1) != 1:
+    if not packed(x.dtype, kept, weight, bias) or x.stride(1) != 1:
         return NotImplemented
     y = torch.empty(b, n, C, dtype=x.dtype)
     shape = b, n, C, x.stride(0), x.stride(2), activation == "silu"
-    run(*shape, self.before, self.after, x, weight, 0 if bias is None else bias, kept, y)
+    run(*shape, self.before, self.after, x, weight, bias, kept, y)
     return y.transpose(1, 2)
 
 

@@ -397,9 +397,12 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
 }
 
 static std::atomic<int64_t> spent{0}; // nanoseconds, in all passes
+static int64_t spent_ns() { return spent; }
 
 // Runs a pass. Returns false, and does nothing, if a token or a slot is out of range.
-template <typename num> static bool run(const Net<num> &net, const Pass<num> &p) {
+template <typename num> static bool pass(const Net<num> *its_net, const Pass<num> *call) {
+    const Net<num> &net = *its_net;
+    const Pass<num> &p = *call;
     const Kept kept(p);
     for (const int64_t r : kept.at)
         if (((!p.x || net.token_norm) && (p.tokens[r] < 0 || p.tokens[r] >= net.known)) || p.slots[r] < 0 ||
@@ -420,13 +423,9 @@ template <typename num> static bool run(const Net<num> &net, const Pass<num> &p)
     return true;
 }
 
-template <typename num> static int64_t room_for(const Net<num> &net, const Pass<num> &p) {
-    const Room<num> room(net, p);
+template <typename num> static int64_t room_for(const Net<num> *net, const Pass<num> *p) {
+    const Room<num> room(*net, *p);
     return room.end - room.x;
-}
-
-template <typename num> static bool pass(const Net<num> *net, const Pass<num> *p) {
-    return run(*net, *p);
 }
 
 // lm.product: y [rows, outputs] = x [rows, inputs] times w [outputs, inputs] plus bias, or null.
@@ -441,9 +440,6 @@ CALLED(float32, pass<float>)
 CALLED(bfloat16, pass<bfloat16>)
 CALLED(product_float32, product<float>)
 CALLED(product_bfloat16, product<bfloat16>)
-
-extern "C" {
-int64_t room_for_float32(const Net<float> *net, const Pass<float> *p) { return room_for(*net, *p); }
-int64_t room_for_bfloat16(const Net<bfloat16> *n, const Pass<bfloat16> *p) { return room_for(*n, *p); }
-int64_t spent_ns() { return spent; }
-}
+CALLED(room_for_float32, room_for<float>)
+CALLED(room_for_bfloat16, room_for<bfloat16>)
+CALLED(spent_ns, spent_ns)

@@ -10,14 +10,14 @@ networks with others run uncompiled.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import CDLL, POINTER, Structure, addressof, byref, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, c_float, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from specexp.fast.cpu.build import Function, address, addresses, library
+from specexp.fast.cpu.build import address, addresses, library
 from specexp.tree import Branches
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ class Native:
     by_length_up_to = 512
     parts = ()
 
-    def __init__(self, fused: Any, code: CDLL) -> None:
+    def __init__(self, fused: Any, code: Any) -> None:
         self.fused, first = fused, fused.layers[0]
         self.dtype: torch.dtype = fused.head.dtype
         name = str(self.dtype).removeprefix("torch.")
-        self.run, self.room_for = Function(code, name), code[f"room_for_{name}"]
-        self.room_for.restype = c_int64
+        self.run = getattr(code, name)
+        self.room_for = getattr(code, f"room_for_{name}").code  # which is not recorded
         self.frequencies = fused.frequencies.float().contiguous()
         self.layers = (Layer * len(fused.layers))(*(_layer(layer) for layer in fused.layers))
         vocab = 0 if fused.embed is None else len(fused.embed)  # of its input
@@ -101,7 +101,8 @@ class Native:
             addressof(values), cache.rows.start * row, row, head, last, len(taps),
             addressof(tapped), address(states), address(logits), None,
         )  # fmt: skip
-        room = torch.empty(self.room_for(byref(net), byref(call)), dtype=torch.float32)
+        floats = self.room_for((c_int64 * 2)(addressof(net), addressof(call)))
+        room = torch.empty(floats, dtype=torch.float32)
         call.room = address(room)
         call.holds = packed, keys, values, tapped, states, logits, room
         if not self.run(net, call):
@@ -162,10 +163,10 @@ def of(fused: Any) -> Native | None:
     if 2 * len(fused.frequencies) != fused.layers[0].head_dim:
         return None
     code = library()
-    return Native(fused, code.files["passes"]) if code else None
+    return Native(fused, code) if code else None
 
 
 def passes_s() -> float:
     """Seconds spent in compiled passes so far, in this process."""
     code = library()
-    return float(code.files["passes"].spent_ns()) / 1e9 if code else 0.0
+    return code.spent_ns() / 1e9 if code else 0.0

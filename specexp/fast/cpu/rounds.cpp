@@ -64,7 +64,7 @@ static void commit(int64_t rows, int64_t places, int64_t ends, int64_t stride, c
 
 // Columns: counts [rows, 3], whether each model's faults [rows] are not 0, then the draft tokens.
 static void report(int64_t rows, int64_t nodes, int64_t models, const int64_t *counts,
-                   const int64_t *tokens, int64_t *out, const float *const *faults) {
+                   const int64_t *tokens, const float *const *faults, int64_t *out) {
     for (int64_t row = 0; row < rows; row++) {
         out = std::copy_n(counts + row * 3, 3, out);
         for (int64_t i = 0; i < models; i++) *out++ = faults[i][row] != 0;
@@ -210,10 +210,47 @@ static void until(int64_t rows, int64_t n, int64_t down, int64_t right, const in
             *out++ = depth[i * right] <= *budget ? *tokens : -1;
 }
 
-static void columns(int64_t rows, int64_t n, int64_t *out, const int64_t *const *parts,
-                    const int64_t *strides) {
+static void columns(int64_t rows, int64_t n, const int64_t *const *parts, const int64_t *strides,
+                    int64_t *out) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < n; i++) *out++ = parts[i][row * strides[i]];
+}
+
+struct Call { // of a function that CALLED defines (calls.h)
+    int64_t (*function)(const int64_t *arguments);
+    const int64_t *arguments;
+};
+
+// Runs the calls in order until one fails. Returns whether none did.
+static bool replay(int64_t count, const Call *calls) {
+    for (; count && calls->function(calls->arguments); count--) calls++;
+    return !count;
+}
+
+// Whether a row has ended in the round of this report [rows, wide]: it gained tokens, and is done.
+static bool ends(int64_t rows, int64_t wide, const int64_t *report) {
+    for (; rows--; report += wide)
+        if (report[1] && !report[2]) return true;
+    return false;
+}
+
+// Replays rounds until there are `most`, `most_s` seconds have passed, or a row has ended. Every
+// round writes its report to `report`, which on entry holds that of the round before. Stores the
+// reports, and after how many seconds each was there. Returns the number of rounds, or -1 if a call
+// failed.
+static int64_t replay_rounds(int64_t count, const Call *calls, int64_t most, double most_s, int64_t rows,
+                             int64_t wide, const int64_t *report, int64_t *reports, double *seconds) {
+    using namespace std::chrono;
+    const auto begin = steady_clock::now();
+    double now = 0;
+    int64_t out = 0;
+    for (; out < most && now < most_s && !ends(rows, wide, report); out++) {
+        if (!replay(count, calls)) return -1;
+        now = duration<double>(steady_clock::now() - begin).count();
+        reports = std::copy_n(report, rows * wide, reports);
+        *seconds++ = now;
+    }
+    return out;
 }
 
 CALLED(likeliest, likeliest)
@@ -230,41 +267,5 @@ CALLED(places, places)
 CALLED(read, read)
 CALLED(until, until)
 CALLED(columns, columns)
-
-struct Call { // of a function that CALLED defines (calls.h)
-    bool (*function)(const int64_t *arguments);
-    const int64_t *arguments;
-};
-
-// Runs the calls in order until one fails. Returns whether none did.
-extern "C" bool replay(int64_t count, const Call *calls) {
-    for (; count && calls->function(calls->arguments); count--) calls++;
-    return !count;
-}
-
-// Whether a row has ended in the round of this report [rows, wide]: it gained tokens, and is done.
-static bool ends(int64_t rows, int64_t wide, const int64_t *report) {
-    for (; rows--; report += wide)
-        if (report[1] && !report[2]) return true;
-    return false;
-}
-
-// Replays rounds until there are `most`, `most_s` seconds have passed, or a row has ended. Every
-// round writes its report to `report`, which on entry holds that of the round before. Stores the
-// reports, and after how many seconds each was there. Returns the number of rounds, or -1 if a call
-// failed.
-extern "C" int64_t replay_rounds(int64_t count, const Call *calls, int64_t most, double most_s,
-                                 int64_t rows, int64_t wide, const int64_t *report,
-                                 int64_t *reports, double *seconds) {
-    using namespace std::chrono;
-    const auto begin = steady_clock::now();
-    double now = 0;
-    int64_t out = 0;
-    for (; out < most && now < most_s && !ends(rows, wide, report); out++) {
-        if (!replay(count, calls)) return -1;
-        now = duration<double>(steady_clock::now() - begin).count();
-        reports = std::copy_n(report, rows * wide, reports);
-        *seconds++ = now;
-    }
-    return out;
-}
+CALLED(replay, replay)
+CALLED(replay_rounds, replay_rounds)

@@ -358,7 +358,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
     keys, tokens = draft.keys.contiguous(), draft.tokens.contiguous()
     if type(rule) is Match or N == 1:
         purpose = TOKEN if type(rule) is Match else None
-        return follow(draft, draw(noise, rows, laws, sampling, keys, purpose))
+        return follow(draft, draw(noise, rows, keys, purpose, laws, logit_scale(sampling)))
 
     whole, result = type(rule) is Block, empty_verdict(draft)
     K = 1 if whole else nodes.children.shape[-1]

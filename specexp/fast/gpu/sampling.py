@@ -26,10 +26,9 @@ from specexp.fast.gpu.laws import (
     by_blocks,
     counters,
     is_last,
-    logit_scale,
     weight,
 )
-from specexp.sampling import RESIDUAL, TOKEN, Noise, Sampling
+from specexp.sampling import RESIDUAL, TOKEN, Noise
 
 GROUP = 128  # tokens
 MOST = 32  # the largest k of `ranked`
@@ -290,32 +289,29 @@ def rank(w: Tensor, k: int, keys: Tensor | None, salt: int) -> Tensor:
     return tokens
 
 
-def categorical(self: Noise, w: Tensor, keys: Tensor, purpose: int) -> Tensor:
+def categorical(self: Noise, w: Tensor, keys: Tensor, purpose: int | None) -> Tensor:
     if not drawable(self, w, keys):
         return NotImplemented
-    return draw(self, w, None, Sampling(), keys, purpose)
+    return draw(self, w, keys, purpose)
 
 
 def uncoupled(self: Noise, w: Tensor, keys: Tensor) -> Tensor:
-    if not drawable(self, w, keys):
-        return NotImplemented
-    return draw(self, w, None, Sampling(), keys, None)
+    return categorical(self, w, keys, None)
 
 
 def draw(
-    noise: Noise, w: Tensor, laws: Tensor | None, sampling: Sampling, keys: Tensor,
-    purpose: int | None,
+    noise: Noise, w: Tensor, keys: Tensor, purpose: int | None, laws: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Tokens like keys, int64, drawn by weights w [..., V], or by logits w and their `laws`.
-    purpose: None for an uncoupled draw."""
+    """Tokens like keys, int64, drawn by weights w [..., V], or by logits w, their `laws` and their
+    `logit_scale`. purpose: None for an uncoupled draw."""
     rows = keys.numel()
     tile = by_blocks(w)
     bests = torch.empty(rows, tile["COUNT"], 2, dtype=torch.int32, device=w.device)
     tokens = torch.empty(keys.shape, dtype=torch.int64, device=w.device)
     draw_kernel[rows, tile["COUNT"]](
         w, w if laws is None else laws, keys, bests, tokens, counters(w.device, rows),
-        noise.salt(purpose or RESIDUAL), *key_layout(keys), w.stride(-2),
-        logit_scale(sampling) if sampling.temperature else 1.0, BY_LOGITS=laws is not None,
-        COUPLED=purpose is not None, **tile,
+        noise.salt(purpose or RESIDUAL), *key_layout(keys), w.stride(-2), scale,
+        BY_LOGITS=laws is not None, COUPLED=purpose is not None, **tile,
     )  # fmt: skip
     return tokens
