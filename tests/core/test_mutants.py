@@ -567,7 +567,7 @@ MUTANTS = [
            {"slots % (size - 1)": "slots.clamp(max=size - 1)"}, "texts_in_windows"),
     Mutant("draft's accepted path left where it was", DraftModel, "observe",
            {"if not self.gives_way:": "if False:"}, "speed"),
-    Mutant("only the root is fed again", DraftModel, "propose",
+    Mutant("only the root is fed again", DraftModel, "_step",
            {"self.lm.follow(rows, 1 + self.again)": "self.lm.follow(rows, 1)"}, "speed"),
     # From logits to a law
     Mutant("top-p keeps one token too few", *law,
