@@ -352,9 +352,9 @@ def _assemble(model: LM, tokenizer: Any, o: dict[str, Any], parts: Parts | None 
     return Pairing(engine, tokenizer, brief(name), name, o, gamma, prepared.deepest)
 
 
-def usual_gamma(o: dict[str, Any], info: TargetInfo | None = None) -> int:
+def usual_gamma(o: dict[str, Any]) -> int:
     """The draft length of these options where none is given (`fitting.usual_gamma`)."""
-    return _usual(o, info or names.read_target(o["target"]))[0]
+    return _usual(o, names.read_target(o["target"]))[0]
 
 
 def _usual(o: dict[str, Any], info: TargetInfo) -> tuple[int, drafters.Prepared | None]:

@@ -48,9 +48,9 @@ def policy(thing: Any) -> Policy:
     return cast(Policy, thing)
 
 
-def drafter(thing: Drafter, target: LM) -> Drafter:
-    """The drafter itself. Raises UserError if the engine cannot call it, or if its models do not
-    fit the target."""
+def drafter(thing: Drafter, target: LM) -> None:
+    """Raise UserError for a drafter that the engine cannot call, or whose models do not fit the
+    target."""
     about = f"drafter {thing.name}"
     for method, arguments in (
         ("allocate", "B, S"), ("prefill", "seqs, hidden"), ("catch_up", "seqs, missed"),
@@ -65,7 +65,6 @@ def drafter(thing: Drafter, target: LM) -> Drafter:
         )
     for model in thing.models:
         check_device_and_dtype(model, target)
-    return thing
 
 
 def try_out(engine: Engine) -> None:

@@ -233,11 +233,13 @@ class Engine:
         left = max_new_tokens  # the most tokens that any row still needs
         live = [1] * len(lengths)  # by the last report
         behind = 0  # tokens per row committed since the drafter last drafted
+        # further rounds that may be running while the host reads a round's report
+        ahead = self.recorder.ahead if self.recorded_whole else 0
         # rounds under way: the load and the tree of each, what waits for its report, and whether it
         # was `Recorder.steady`
         running: deque[tuple[Load, Tree, Callable[[], Reports], bool]] = deque()
         while left:
-            while len(running) <= self.ahead:
+            while len(running) <= ahead:
                 pending = sum(tree.depth + 1 for _, tree, *_ in running)  # tokens a row, at most
                 if running and pending >= left:
                     break  # the rounds under way may finish every row
@@ -276,11 +278,6 @@ class Engine:
         if not tree.depth:
             return tree, plan.hold
         return tree, min(plan.hold, 1 + (room - tree.depth) // (tree.depth + 1))
-
-    @property
-    def ahead(self) -> int:
-        """How many further rounds may be running while the host reads a round's report."""
-        return self.recorder.ahead if self.recorded_whole else 0
 
     def _reported(self, report: list[list[int]], tree: Tree, end_s: float) -> Round:
         """The record of a round by its report. Raises NonFiniteLogits if a row is broken."""

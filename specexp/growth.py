@@ -36,9 +36,7 @@ class Level:
     def placed(self, text: Sequences, back: int = 0) -> tuple[Tensor, Tensor, Branches | None]:
         """Slots [B, n], positions [B, n] and visibility of these nodes, as `LM.feed` takes them.
         `back`: how many slots before the target's the drafter's cache keeps the root."""
-        device = text.tokens.device
-        first, beyond = self.at.start - back, self.at.stop - back
-        slots = text.places(torch.arange(first, beyond, device=device)[None])
+        slots = text.slots(self.at.start - back, self.at.stop - back)
         if self.at == slice(self.depth, self.depth + 1):  # a chain so far
             return slots, slots, None
         root = text.length[:, None] - 1 - back

@@ -5,9 +5,9 @@ replayed for all of them. `Engine.generate` enters a batch at a time, a server a
 """
 
 from collections.abc import Iterator, Sequence
-from weakref import finalize
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from specexp.drafters import Drafter
 from specexp.errors import UserError
@@ -16,9 +16,8 @@ from specexp.models.memory import rounded
 from specexp.recording import Recorder
 from specexp.sequences import Sequences
 
-# by the id of a drafter, which may compare equal to another one, the `SlotCache.mark` of the
-# target's cache beside which it was last allocated
-BESIDE: dict[int, object] = {}
+# of each drafter, the `SlotCache.mark` of the target's cache beside which it was last allocated
+BESIDE = WeakIdKeyDictionary()
 
 
 class Rows:
@@ -48,9 +47,7 @@ class Rows:
         for lm in self.drafter.models:
             lm.room = max(lm.room, self.target.room)
         self.drafter.allocate(B, S)
-        if (drafter := id(self.drafter)) not in BESIDE:
-            finalize(self.drafter, BESIDE.pop, drafter)
-        BESIDE[drafter] = self.target.cache.mark
+        BESIDE[self.drafter] = self.target.cache.mark
 
     def reserve(self, B: int, S: int, eos: Sequence[int], room: int) -> None:
         """Allocate B empty rows of S slots, for texts that end at one of these tokens."""
@@ -67,7 +64,7 @@ class Rows:
         broken = any(bool(lm.fault.any()) for lm in self.models)  # NaN in a slot
         if rows < B or size < S or wider or broken:
             self._grow(B, S, batch.slack)
-        elif self.target.cache and BESIDE.get(id(self.drafter)) is not self.target.cache.mark:
+        elif self.target.cache and BESIDE.get(self.drafter) is not self.target.cache.mark:
             self._allocate_drafter(rows, size)  # another engine allocated one of the two
         eos = batch.eos.tolist()
         if self.memory != self._identity(eos):

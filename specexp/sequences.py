@@ -152,18 +152,11 @@ class Sequences:
         if len(rows) != len(prompts):
             raise UserError(f"{len(rows)} streams for {len(prompts)} prompts; name one for each")
         S = max(map(len, prompts)) + max_new_tokens + slack
-        tokens = torch.zeros(len(prompts), S, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.as_tensor(prompt)
-        length = torch.tensor([len(p) for p in prompts])
-        return cls(
-            tokens.to(device),
-            length.to(device),
-            (length + max_new_tokens).to(device),
-            torch.tensor(list(rows), dtype=torch.int64, device=device),
-            torch.tensor(list(eos), dtype=torch.int64, device=device),
-            slack=slack,
-        )
+        seqs = cls.empty(len(prompts), S, eos)
+        for row, (prompt, stream) in enumerate(zip(prompts, rows, strict=True)):
+            seqs.write(row, prompt, len(prompt) + max_new_tokens, stream)
+        own = ("tokens", "length", "limit", "stream", "eos")
+        return replace(seqs, slack=slack, **{name: getattr(seqs, name).to(device) for name in own})
 
     def window(self, first: int, count: int, S: int | None = None) -> Sequences:
         """A view of `count` rows from `first` on and of their first S slots; nothing is copied."""
@@ -175,7 +168,7 @@ class Sequences:
 
     def write(self, row: int, text: Sequence[int], limit: int, stream: int) -> None:
         """Start a row anew with these tokens, this limit on its length and this noise stream."""
-        self.tokens[row, : len(text)] = torch.tensor(text, device=self.tokens.device)
+        self.tokens[row, : len(text)] = torch.as_tensor(text, device=self.device)
         self.length[row], self.limit[row], self.stream[row] = len(text), limit, stream
 
     @cached_property
@@ -201,8 +194,11 @@ class Sequences:
     @property
     def root(self) -> Tensor:
         """[B, 1] the last committed token of each row."""
-        first = torch.arange(1, device=self.tokens.device)[None]
-        return self.read(self.places(first))
+        return self.read(self.slots(0, 1))
+
+    def slots(self, first: int, stop: int) -> Tensor:
+        """[B, stop - first]: the slots from `first` to `stop` - 1, counted from the root's."""
+        return self.places(torch.arange(first, stop, device=self.device)[None])
 
     @op
     def places(self, depth: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from specexp.tree import Tree
 
 class Drafter(ABC):
     """Proposes draft tokens. To write a drafter, subclass this and define `propose`; the other
-    methods do nothing by default. specexp/drafters/README.md has a drafter in eight lines.
+    methods are optional. specexp/drafters/README.md has a drafter in eight lines.
 
     Attributes:
         name: The name in tables; by default the class's, in lower case.
@@ -89,7 +89,9 @@ class Drafter(ABC):
         default. Raises UserError if this drafter cannot."""
 
     def allocate(self, B: int, S: int) -> None:
-        """Allocate state for B empty rows of S slots."""
+        """Allocate state for B empty rows of S slots: by default the caches of `models`."""
+        for lm in self.models:
+            lm.allocate(B, S)
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         """Initialise the state of new rows from their prompts.

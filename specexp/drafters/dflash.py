@@ -32,9 +32,6 @@ class BlockDrafter(Drafter):
         self.models: tuple[LM, ...] = (self.lm,)
         self.context = self.lm.context
 
-    def allocate(self, B: int, S: int) -> None:
-        self.lm.allocate(B, S)
-
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         if hidden is not None:
             slots = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
@@ -73,8 +70,7 @@ class BlockDrafter(Drafter):
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
         states = torch.take_along_dim(seen.hidden, verdict.path[..., None], 1)
-        slots = seqs.places(torch.arange(states.shape[1], device=states.device)[None])
-        self._remember(seqs, states, slots)
+        self._remember(seqs, states, seqs.slots(0, states.shape[1]))
 
 
 def prepare(request: Request) -> Prepared:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
-from specexp.growth import Level, at_once, grow
+from specexp.growth import Level, Step, at_once, grow
 from specexp.models.heads.borrowing import lm_of
 from specexp.models.heads.eagle import Eagle, network
 from specexp.models.heads.layouts import EAGLE3, read, states_read
@@ -44,7 +44,7 @@ class EagleLayer(Drafter):
         self.deepest = 0  # depth of the drafts so far
 
     def allocate(self, B: int, S: int) -> None:
-        self.lm.allocate(B, S)
+        super().allocate(B, S)
         width = self.net.config.hidden_size
         self.features = torch.zeros(B, S, width, dtype=self.lm.dtype, device=self.lm.device)
         self.state = (self.features,)
@@ -82,6 +82,9 @@ class EagleLayer(Drafter):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         self.deepest = max(self.deepest, tree.depth)
         self.shaped_by = (self.deepest,)
+        return grow(seqs, tree, self._step(seqs, tree), self.sampling, rng)
+
+    def _step(self, seqs: Sequences, tree: Tree) -> Step:
         features: list[Tensor] = []  # [B, n, E] of the previous level
 
         def step(level: Level) -> Tensor:
@@ -95,12 +98,12 @@ class EagleLayer(Drafter):
             features.append(fed.hidden[:, -level.tokens.shape[1] :])
             return fed.logits
 
-        return grow(seqs, tree, step, self.sampling, rng)
+        return step
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         assert seen.hidden is not None
         features = self.net.fuse(torch.take_along_dim(seen.hidden, verdict.path[..., None], 1))
-        slots = seqs.places(torch.arange(features.shape[1], device=features.device)[None])
+        slots = seqs.slots(0, features.shape[1])
         at = slots[..., None].expand(-1, -1, features.shape[2])
         self.features[seqs.rows].scatter_(1, at, features)
 
@@ -119,14 +122,9 @@ class ParallelEagle(EagleLayer):
         tokens = torch.where(unknown, self.net.shape.mask, tokens)
         return tokens, torch.where(unknown[..., None], self.unknown, features)
 
-    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        self.deepest = max(self.deepest, tree.depth)
-        self.shaped_by = (self.deepest,)
-
-        def pairs() -> Tensor:
-            return self._feed(seqs, self.deepest, self.deepest + tree.depth, tree.depth).logits
-
-        return grow(seqs, tree, at_once(pairs), self.sampling, rng)
+    def _step(self, seqs: Sequences, tree: Tree) -> Step:
+        count = self.deepest + tree.depth
+        return at_once(lambda: self._feed(seqs, self.deepest, count, tree.depth).logits)
 
 
 def of_layers(net: Eagle, target: LM, sampling: Sampling) -> EagleLayer:

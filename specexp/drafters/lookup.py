@@ -70,10 +70,9 @@ class Lookup(Drafter):
 
 def repeats(seqs: Sequences, n: int) -> Tensor:
     """[B, 1] bool: whether a row's last n tokens, root included, occurred before."""
-    device = seqs.device
-    last = seqs.read(seqs.places(torch.arange(1 - n, 1, device=device)[None]))
+    last = seqs.read(seqs.slots(1 - n, 1))
     spans = seqs.tokens.unfold(1, n, 1)  # [B, S - n + 1, n]
-    before = torch.arange(n, n + spans.shape[1], device=device) < seqs.length[:, None]
+    before = torch.arange(n, n + spans.shape[1], device=last.device) < seqs.length[:, None]
     return ((spans == last[:, None]).all(-1) & before).any(1, keepdim=True)
 
 

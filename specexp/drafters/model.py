@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specexp.drafters import Drafter, Prepared, Request
 from specexp.errors import UserError
-from specexp.growth import Level, at_once, grow
+from specexp.growth import Level, Step, at_once, grow
 from specexp.models.lm import LM, Forward
 from specexp.models.load import load, of_module, read_config, read_tokenizer
 from specexp.sampling import Rng, Sampling
@@ -46,14 +46,16 @@ class DraftModel(Drafter):
         insist_on_rereading(not self.lm.keeps_last_slots_only, self.lm.name)
         self.gives_way = True
 
-    def allocate(self, B: int, S: int) -> None:
-        self.lm.allocate(B, S)
-
     def catch_up(self, seqs: Sequences, missed: int) -> None:
         self.lm.refill(seqs, missed + self.again)
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        self._reach(tree)
+        if self.gives_way:  # what the deepest draft so far can have put in the place of tokens
+            self.again = max(self.again, tree.depth)
+            self.shaped_by = (self.again,)
+        return grow(seqs, tree, self._step(seqs, tree), self.sampling, rng)
+
+    def _step(self, seqs: Sequences, tree: Tree) -> Step:
         rows = seqs
         if seqs.budget is not None and self.lm.net.parts:
             # a state cannot read a token twice, so rows that sit out write padding after it
@@ -64,14 +66,7 @@ class DraftModel(Drafter):
                 return self.lm.follow(rows, 1 + self.again)
             return self.lm.feed(seqs, level.tokens, *level.placed(seqs)).logits
 
-        return grow(seqs, tree, step, self.sampling, rng)
-
-    def _reach(self, tree: Tree) -> None:
-        """If accepted tokens need not be those in the cache: feed again as many tokens as the
-        deepest draft so far can have put there."""
-        if self.gives_way:
-            self.again = max(self.again, tree.depth)
-            self.shaped_by = (self.again,)
+        return step
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         if not self.gives_way:
@@ -103,9 +98,7 @@ class ParallelModel(DraftModel):
         self.give_way()
         self.mask = mask
 
-    def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
-        self._reach(tree)
-
+    def _step(self, seqs: Sequences, tree: Tree) -> Step:
         def masked() -> Tensor:
             from_root = torch.arange(-self.again, tree.depth, device=self.lm.device)[None]
             slots = seqs.places(from_root)
@@ -113,7 +106,7 @@ class ParallelModel(DraftModel):
             tokens = seqs.drafting(tokens, 0)
             return self.lm.feed(seqs, tokens, slots, slots, None, last=tree.depth).logits
 
-        return grow(seqs, tree, at_once(masked), self.sampling, rng)
+        return at_once(masked)
 
 
 def of_model(lm: LM, sampling: Sampling) -> DraftModel:

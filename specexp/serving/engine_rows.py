@@ -19,7 +19,7 @@ from specexp.drafters import named, warn_of_short_context
 from specexp.engine import Engine
 from specexp.errors import UserError, first_line, ran_out
 from specexp.models.lm import LM
-from specexp.sequences import Sequences, token_ids
+from specexp.sequences import Sequences
 from specexp.trace import Step
 from specexp.tree import Tree
 
@@ -96,6 +96,7 @@ class EngineRows:
         self.count = _allocated(engine, count, slots, slack)
         self.seqs, self.reads = engine.rows.seqs, engine.drafter.reads
         self.context, self.drafter_context = engine.target.context, engine.drafter.context
+        self.vocab = engine.target.config.vocab_size  # prompts may hold tokens it never emits
         self._windows: dict[tuple[int, int, int, bool], Sequences] = {}
         self._hidden: dict[int, list[torch.Tensor]] = {}
         self.desk = self.count * _needs_desk(engine, self.count)
@@ -106,14 +107,6 @@ class EngineRows:
     def steady(self) -> bool:
         """See `Recorder.steady`."""
         return self.engine.recorder.steady
-
-    def unreadable(self, prompt: Sequence[int]) -> str:
-        """Why the target cannot read a prompt, or ""."""
-        try:
-            token_ids(prompt, "the prompt", self.engine.target.config.vocab_size)
-        except UserError as e:
-            return str(e)
-        return ""
 
     @torch.inference_mode()
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:
@@ -264,7 +257,7 @@ class EngineRows:
             self.engine.rows.clear(spoilt)
 
     def text(self, row: int, start: int, stop: int) -> list[int]:
-        return [int(t) for t in self.seqs.tokens[row, start:stop].tolist()]
+        return self.seqs.tokens[row, start:stop].tolist()
 
 
 def _needs_desk(engine: Engine, rows: int) -> bool:

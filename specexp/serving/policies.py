@@ -111,13 +111,12 @@ class Bandit:
         if self.left or not all(self.sums):
             return
         reward = math.log(self.sums[0] / self.sums[1])
-        tried = self.tried.get(self.current, 0.0)
         for arm in self.tried:
             if arm[0] == self.current[0]:
                 self.tried[arm] *= self.fade
-        mean = self.mean.get(self.current, 0.0)
-        self.tried[self.current] = self.fade * tried + 1
-        self.mean[self.current] = mean + (reward - mean) / self.tried[self.current]
+        tried, mean = self.tried.get(self.current, 0.0) + 1, self.mean.get(self.current, 0.0)
+        self.tried[self.current] = tried
+        self.mean[self.current] = mean + (reward - mean) / tried
 
 
 NAMES = (

@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from specexp.errors import UserError, check_type
 from specexp.policy import Load, Plan, Policy, planned
+from specexp.sequences import token_ids
 from specexp.serving.engine_rows import EngineRows, OutOfMemory, window
 from specexp.serving.requests import Request, Response, Row, ServerStep, State
 from specexp.serving.simulated_rows import SimulatedRows
@@ -75,8 +76,10 @@ class Server:
     def _refusal(self, request: Request) -> str:
         P, need = len(request.prompt), len(request.prompt) + request.new
         most = min(self.rows.context, self.rows.slots - self.rows.slack)
-        if not P:
-            return "the prompt is empty; give it at least one token"
+        try:
+            token_ids(request.prompt, "the prompt", self.rows.vocab)
+        except UserError as e:
+            return str(e)
         if request.new < 1:
             return f"{request.new} new tokens asked for; ask for at least one"
         if need > most:
@@ -84,8 +87,6 @@ class Server:
                 f"a prompt of {P} tokens and {request.new} new ones need {need} slots, "
                 f"{need - most} more than the {most} of a row"
             )
-        if reason := self.rows.unreadable(request.prompt):
-            return reason
         if len(self.waiting) >= self.queue + self.occupied[: self.usable].count(None):
             return f"the queue is full: {self.queue} requests wait"
         return ""

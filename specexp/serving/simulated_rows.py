@@ -38,6 +38,7 @@ class SimulatedRows:
     rounds that have a draft, by default all. overhead_s: seconds of a step besides its passes."""
 
     steady = True  # no round is slower for being captured
+    vocab = 1 << 63  # any prompt can be simulated
     timer = nullcontext()  # its time is counted, not measured
 
     def __init__(
@@ -62,9 +63,6 @@ class SimulatedRows:
 
     def fit(self, tree: Tree) -> None:
         """Any draft can be simulated."""
-
-    def unreadable(self, prompt: Sequence[int]) -> str:
-        return ""
 
     def enter(self, row: int, text: Sequence[int], stream: int) -> None:
         chances = self.conditional(stream), self.filled(stream)

@@ -53,28 +53,21 @@ class Run:
     def steps(self) -> list[ServerStep]:
         return self.server.steps
 
-    def _due(self) -> list[tuple[float, Request]]:
-        """Requests that have arrived by now, with their times."""
-        now, open_, streams = self.server.now, self.server.open, self.source.concurrency
-        due: list[tuple[float, Request]] = []
-        while self.coming and (
-            self.coming[0].at_s <= now if streams is None else open_ + len(due) < streams
-        ):
-            request = self.coming.popleft()
-            due.append((request.at_s if streams is None else now, request))
-            if self.source.repeat:
-                self.coming.append(request)
-        return due
-
     def advance(self) -> bool:
         """Submit what has arrived and make one step, or wait for an arrival; False when all
         requests are over."""
-        server = self.server
-        for came_s, request in self._due():
+        server, now, streams = self.server, self.server.now, self.source.concurrency
+        free = len(self.coming) if streams is None else streams - server.open
+        while self.coming and free > 0 and (streams is not None or self.coming[0].at_s <= now):
+            free -= 1
+            request = self.coming.popleft()
+            came_s = request.at_s if streams is None else now
             self.responses.append(server.submit(request, came_s))
+            if self.source.repeat:
+                self.coming.append(request)
         if server.step():
             return True
-        if self.coming and self.source.concurrency is None:
+        if self.coming and streams is None:
             server.rows.wait(server.started + self.coming[0].at_s)
         return bool(self.coming)
 

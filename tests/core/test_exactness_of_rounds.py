@@ -11,7 +11,17 @@ from fractions import Fraction
 import pytest
 import torch
 from conftest import also, in_turn, one_in
-from support.oracle import distance, explore, gap, plain, sampled, surprise, written
+from support.oracle import (
+    distance,
+    explore,
+    gap,
+    kept,
+    overlap,
+    plain,
+    sampled,
+    surprise,
+    written,
+)
 from support.toys import Toy, texts, toy_engine
 
 from specexp.errors import UserError
@@ -253,18 +263,6 @@ def test_draft_equal_to_target_is_accepted_whole(shape):
     assert max(r for _, r, _ in found) == -(-6 // (shape.depth + 1)) - 1
 
 
-def overlap(engine, prompt, depth, both):
-    """P(at least `depth` draft tokens of a chain are kept): both(p, q) summed along every path."""
-    if depth == 0:
-        return Fraction(1)
-    p, q = (lm.module.after(prompt) for lm in engine.models)
-    return sum(
-        both(Fraction(a, sum(p)), Fraction(b, sum(q)))
-        * overlap(engine, (*prompt, x), depth - 1, both)
-        for x, (a, b) in enumerate(zip(p, q, strict=True))
-    )
-
-
 @pytest.mark.parametrize("kind", ["dense", "zeros"])
 @pytest.mark.parametrize(
     ("rule", "both"),
@@ -281,15 +279,6 @@ def test_acceptance_rate_is_the_overlap_of_p_and_q(rule, both, kind):
         least = [overlap(engine, prompt, d, both) for d in range(4)] + [Fraction(0)]
         for n, (more, most) in enumerate(itertools.pairwise(least)):
             assert found[c, 0, n] == pytest.approx(float(more - most), abs=ROUNDING)
-
-
-def kept(engine, cases, gamma) -> list[float]:
-    """Expected draft tokens kept in the first round, by case."""
-    found = explore(engine, cases, 1, [Tree.chain(gamma)]).accepted
-    means = [0.0] * len(cases)
-    for (c, r, n), weight in found.items():
-        means[c] += n * weight * (r == 0)
-    return means
 
 
 @laws

@@ -352,6 +352,30 @@ def written(engine: Engine, case: Texts, max_new_tokens: int) -> dict[Texts, flo
     return law
 
 
+def kept(engine: Engine, cases: Sequence[Texts], gamma: int) -> list[float]:
+    """Expected draft tokens kept in the first round, by case."""
+    found = explore(engine, cases, 1, [Tree.chain(gamma)]).accepted
+    means = [0.0] * len(cases)
+    for (c, r, n), weight in found.items():
+        means[c] += n * weight * (r == 0)
+    return means
+
+
+def overlap(
+    engine: Engine, prompt: Text, depth: int, both: Callable[[Fraction, Fraction], Fraction]
+) -> Fraction:
+    """P(at least `depth` draft tokens of a chain are kept): both(p, q) summed along every path."""
+    if depth == 0:
+        return Fraction(1)
+    p, q = (lm.module.after(prompt) for lm in engine.models)
+    paths = (
+        both(Fraction(a, sum(p)), Fraction(b, sum(q)))
+        * overlap(engine, (*prompt, x), depth - 1, both)
+        for x, (a, b) in enumerate(zip(p, q, strict=True))
+    )
+    return sum(paths, Fraction(0))
+
+
 def surprise(engine: Engine, case: Texts, max_new_tokens: int, draws: int) -> float:
     """The G-test's p-value of texts sampled with the engine's own noise, `draws` of the case.
 
