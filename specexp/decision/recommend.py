@@ -274,7 +274,7 @@ def _unusable(run: report.Run) -> str:
         return "its parameters name no drafter"
     if str(drafter).partition(":")[0] == "planted":
         return "its drafts are planted: no such drafter exists"
-    if results.is_simulated(SPEEDUP.metric, run.tags.get("simulated", "")):
+    if mlflow_view.is_simulated(run.record, SPEEDUP.metric):
         return "it is simulated"
     if run.metrics.get("exact/pass") != 1:
         return "its output was not checked, or not the target's"
