@@ -10,6 +10,7 @@ and from the first at which nothing is certain, drafting is off.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -77,6 +78,11 @@ class Measured:
         if isinstance(self.draft, str):
             return f"the tree {self.draft}"
         return counted(self.draft, "token")
+
+    def among(self, many: int) -> "Measured":
+        """Itself, with an interval that holds together with those of `many` settings."""
+        low, high = mlflow_view.widened(self.speedup, self.low, self.high, many)
+        return replace(self, low=low, high=high)
 
     def __str__(self) -> str:
         return SPEEDUP.figure(self.speedup, self.low, self.high)
@@ -241,23 +247,19 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     for run, params in known:
         if SPEEDUP.metric not in run.metrics:
             continue
-        measured = measured_in(run, params)
-        if why := _unusable(run) or "it has no interval" * (not measured):
-            left_out.append((f"{run.experiment}: {run.label}", why))
-        else:
-            usable += measured
+        why = _unusable(run)
+        measured = [] if why else measured_in(run, params)
+        usable += measured
+        if not measured:
+            left_out.append((f"{run.experiment}: {run.label}", why or "it has no interval"))
     names = _shortest({m.drafter for m in usable}, partial(_place, target=situation.target))
     best: dict[tuple[str, int | str, int], Measured] = {}
     for m in (replace(m, drafter=names[m.drafter]) for m in usable):
         key = m.drafter, m.draft, m.batch
         if key not in best or m.width < best[key].width:  # the most precise counts
             best[key] = m
-    everything = sorted(best.values(), key=attrgetter("batch"))
-    competing = [
-        m
-        for _, at in groupby(everything, attrgetter("batch"))
-        for m in _widened(list(at))
-    ]  # fmt: skip
+    at = Counter(m.batch for m in best.values())
+    competing = [m.among(at[m.batch]) for m in sorted(best.values(), key=attrgetter("batch"))]
     drafters = dict.fromkeys(m.drafter for m in competing)
     plans = [_plan(name, [m for m in competing if m.drafter == name]) for name in drafters]
     plans.sort(key=lambda plan: (not plan.steps, plan.alone.batch, -plan.alone.speedup))
@@ -267,9 +269,12 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
 
 def _unusable(run: report.Run) -> str:
     """Why a result's speedup cannot decide anything; "" if it can."""
-    if str(run.record["params"].get("drafter")).partition(":")[0] == "planted":
+    drafter = run.record["params"].get("drafter")
+    if drafter is None:
+        return "its parameters name no drafter"
+    if str(drafter).partition(":")[0] == "planted":
         return "its drafts are planted: no such drafter exists"
-    if results.is_simulated(SPEEDUP.metric, run.tags.get("simulated", "")):
+    if mlflow_view.is_simulated(run.record, SPEEDUP.metric):
         return "it is simulated"
     if run.metrics.get("exact/pass") != 1:
         return "its output was not checked, or not the target's"
@@ -279,12 +284,10 @@ def _unusable(run: report.Run) -> str:
 
 
 def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
-    """The speedups that a result logged with intervals: by batch size, or of one stream. params:
-    as `params_of` gives them."""
+    """The speedups that a usable result logged with intervals: by batch size, or of one stream.
+    params: as `params_of` gives them."""
     metrics, series = run.record["metrics"], run.record["series"]
     tree, gamma = params.get("tree", "chain"), _gamma(run)
-    if gamma is None:
-        return []
     at = {(gamma, 1): (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
     ends = [series.get(f"speedup/at_batch_{end}", {}) for end in ("low", "high")]
     if all(ends):
@@ -330,15 +333,6 @@ def _shortest(names: Collection[str], place: Callable[[str], str]) -> dict[str, 
     for name in sorted(names, key=lambda name: (len(name), name)):
         shortest.setdefault(place(name), name)
     return {name: shortest[place(name)] for name in names}
-
-
-def _widened(at: Sequence[Measured]) -> list[Measured]:
-    """Settings measured at one batch size, with intervals that hold for all of them at once."""
-    return [
-        replace(m, low=low, high=high)
-        for m in at
-        for low, high in [mlflow_view.widened(m.speedup, m.low, m.high, len(at))]
-    ]  # fmt: skip
 
 
 def _plan(drafter: str, measured: Sequence[Measured]) -> Plan:

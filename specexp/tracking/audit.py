@@ -52,22 +52,22 @@ def check() -> list[Invariant]:
 
 def _look() -> list[Invariant]:
     """Every invariant, with its violations at this moment."""
-    results, failed, attempts = (
-        [path for path in store.listed(name) if path.is_dir()]
+    folders = {
+        name: [path for path in store.listed(name) if path.is_dir()]
         for name in ("results", "failed", "attempts")
-    )
+    }
     busy = set(store.claims())
     shown: dict[str, list[Any]] | None = None
     try:
         unreadable = [f"{line}{_REBUILD}" for line in track.backend().integrity_problems()]
         shown = _shown()
-        gaps = presence.find_gaps({f: presence.shown_as(f) for f in (*results, *failed)})
+        ended = (*folders["results"], *folders["failed"])
+        gaps = presence.find_gaps({f: presence.shown_as(f) for f in ended})
     except (track.StoreCorrupt, track.StoreUnreachable) as e:
         shown, unreadable = None, [str(e)]
     busy |= set(store.claims())
     results, failed, attempts = (
-        [path for path in paths if store.key_of(path) not in busy]
-        for paths in (results, failed, attempts)
+        [path for path in paths if store.key_of(path) not in busy] for paths in folders.values()
     )
     torn = [
         f"results/{path.name} changed since it was committed: run its grid again"

@@ -1,8 +1,10 @@
 """Finished runs side by side as a table. Runs nothing."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -28,7 +30,7 @@ GROUPS = frozenset((
 def headline(result: Path) -> str:
     """What one result answers, with intervals, on one line."""
     record = results.load(result / results.RESULT)
-    return ", ".join(brief for brief, _ in mlflow_view.answers(record, drift(rounds_of(result))))
+    return ", ".join(brief for brief, _ in mlflow_view.answers(record, drift(result, record)))
 
 
 def has_doubtful_timing(result: Path) -> bool:
@@ -44,10 +46,13 @@ def rounds_of(result: Path) -> pd.DataFrame:
     return pd.DataFrame()
 
 
-def drift(rounds: pd.DataFrame) -> float:
+def drift(result: Path, record: Mapping[str, Any]) -> float:
     """Plain decoding's seconds per token in the slowest repeat over those in the fastest, at the
-    batch size where they differ most; 1 without repeats."""
-    table = rounds.select_dtypes("number")
+    batch size where they differ most; 1 without repeats, or if this run of the result logged no
+    timings."""
+    if not mlflow_view.is_timed(record):
+        return 1.0
+    table = rounds_of(result).select_dtypes("number")
     if not {"repeat", "plain_s", "plain_tokens"} <= set(table):
         return 1.0
     batch = table["batch"] if "batch" in table else pd.Series(1, table.index)
@@ -206,6 +211,6 @@ def _metric(runs: pd.DataFrame, name: str, form: str, ends: str = "") -> pd.Seri
     cells = []
     for (value, *between), groups in zip(columns, simulated, strict=True):
         low, high = between or (value, value)
-        text = "" if pd.isna(value) else mlflow_view.figure(form, value, low, high)
-        cells.append(text + " simulated" * (text != "" and results.is_simulated(name, groups)))
+        mark = " simulated" * (name.partition("/")[0] in groups.split(", "))
+        cells.append("" if pd.isna(value) else mlflow_view.figure(form, value, low, high) + mark)
     return pd.Series(cells, runs.index, dtype=object)

@@ -178,16 +178,16 @@ class Backend:
             raise UserError(f"the folder {self.file.parent} does not exist: create it first")
         empty = self.empty()
         with self.reaching():
-            if empty and self.file:
-                _create(self.file)
             if not self.file:
                 import sqlalchemy
 
                 soon = {"connect_timeout": 10}  # MLflow itself tries for minutes
                 sqlalchemy.create_engine(self.uri, connect_args=soon).connect().close()
-            elif _is_current(self.file):  # MLflow would take seconds to say so
-                return
-            create_tables(self.uri)
+                create_tables(self.uri)
+            elif empty:
+                _create(self.file)
+            elif not _is_current(self.file):  # MLflow would take seconds to say that it is
+                create_tables(self.uri)
 
     def empty(self) -> bool:
         """Whether it is a SQLite file that is missing or has no tables. Raises StoreCorrupt if it

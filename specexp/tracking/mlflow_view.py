@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specexp import theory
 from specexp.errors import DEEPEST, brief, last_parts
-from specexp.tracking.results import is_simulated, runs_in
+from specexp.tracking.results import runs_in
 
 KEY = "specexp"
 VIEW_TAG = f"mlflow.sharedViewState.{KEY}"
@@ -149,18 +149,23 @@ def beside(record: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def is_simulated(record: Mapping[str, Any], metric: str) -> bool:
+    """Whether a run's tag `simulated` names the group of this metric `group/name`."""
+    groups = record.get("tags", {}).get("simulated", "")
+    return metric.partition("/")[0] in groups.split(", ")
+
+
 def is_timed(record: Mapping[str, Any]) -> bool:
     """Whether a run logged timings that are not simulated."""
-    simulated = record.get("tags", {}).get("simulated", "")
     timed = (name for name in record.get("metrics", {}) if name.startswith(TIMED))
-    return not all(is_simulated(name, simulated) for name in timed)
+    return not all(is_simulated(record, name) for name in timed)
 
 
 def not_credible(record: Mapping[str, Any]) -> list[str]:
     """Why the timings that a run logged cannot be; none if they can, or are simulated."""
-    metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
-    if is_simulated("speedup/measured", simulated):
+    if is_simulated(record, "speedup/measured"):
         return []
+    metrics = record.get("metrics", {})
     verify = metrics.get("cost/verify_steps")
     reasons = theory.doubts(
         metrics.get("speedup/measured", 1.0),
@@ -187,19 +192,26 @@ def doubts(record: Mapping[str, Any], drift: float = 1.0) -> list[str]:
     return [*reasons, *["other points ran beside it"] * (tags.get("together") == "yes")]
 
 
-def marked(reasons: Sequence[str]) -> dict[str, float]:
-    """The column that says in tables of runs that timings are doubtful, if there are reasons."""
-    return {"metrics.speedup/credible": 0.0} if reasons else {}
+def row(
+    experiment: str, run_id: str, name: str, record: Mapping[str, Any], reasons: Sequence[str]
+) -> dict[str, Any]:
+    """A run in a table of runs; its timings are not credible if there are reasons to doubt them."""
+    return (
+        {"experiment": experiment, "run_id": run_id, "name": name}
+        | {f"params.{n}": text for n, text in as_params(record).items()}
+        | {f"metrics.{n}": value for n, value in record["metrics"].items()}
+        | ({"metrics.speedup/credible": 0.0} if reasons else {})
+        | {f"tags.{n}": text for n, text in record["tags"].items() if not n.startswith("mlflow.")}
+    )
 
 
 def answers(record: Mapping[str, Any], drift: float = 1.0) -> Iterator[tuple[str, str]]:
     """The figures of a run that answer, with their intervals, in a column and in a sentence; those
     simulated are marked, and timings that cannot be."""
-    metrics, simulated = record.get("metrics", {}), record.get("tags", {}).get("simulated", "")
-    doubtful = bool(doubts(record, drift))
+    metrics, doubtful = record.get("metrics", {}), bool(doubts(record, drift))
     for a in ANSWERS:
         if a.metric in metrics:
-            mark = " simulated" * is_simulated(a.metric, simulated)
+            mark = " simulated" * is_simulated(record, a.metric)
             mark = mark or " (doubtful)" * (doubtful and a.timed)
             brief, words = a.said(metrics[a.metric], *a.interval(metrics))
             yield brief + mark, words + mark

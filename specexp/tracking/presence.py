@@ -2,8 +2,8 @@
 purpose, and what has another name now. One query per experiment, however many folders."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -24,10 +24,10 @@ class Gaps:
     failed attempts whose run was deleted, by somebody or for a later attempt; `bare`: folders whose
     run has lost its files."""
 
-    vanished: Sequence[Path] = ()
-    deleted: Sequence[Path] = ()
-    failures: Sequence[Path] = ()
-    bare: Sequence[Path] = ()
+    vanished: list[Path] = field(default_factory=list)
+    deleted: list[Path] = field(default_factory=list)
+    failures: list[Path] = field(default_factory=list)
+    bare: list[Path] = field(default_factory=list)
 
     def lines(self, remedy: str = "this run") -> list[str]:
         """What is missing and what to do, a line each. `remedy`: what publishes it again."""
@@ -50,29 +50,28 @@ def find_gaps(named: Mapping[Path, ShownAs]) -> Gaps:
     """What MLflow lacks of those of these folders that are marked as published. `named`: how each
     is `shown_as`. Raises StoreUnreachable, StoreCorrupt."""
     marked = {f: runs.marker(f).read_text().split() for f in named if runs.published(f)}
+    gaps = Gaps()
     if not marked or not runs.has_database():
-        return Gaps()
+        return gaps
     experiments = {experiment for folder in marked if (experiment := named[folder][0])}
     backend, named_by = runs.backend(), ("store", "published", "notebook", "run_key")
-    shown = backend.states(experiments, named_by)
-    vanished, deleted, failures, bare = list[Path](), list[Path](), list[Path](), list[Path]()
-    store = results.store_id()
+    shown, store = backend.states(experiments, named_by), results.store_id()
     for folder, run_ids in marked.items():
         experiment, notebook = named[folder]
         tags = dict(zip(named_by, (store, "1", notebook, results.key_of(folder)), strict=True))
         states = [shown.get(run_id) for run_id in run_ids]
         if any(state and state.deleted for state in states):
-            (deleted if folder.parent.name == "results" else failures).append(folder)
+            (gaps.deleted if folder.parent.name == "results" else gaps.failures).append(folder)
         elif not states or any(
             not state or state.status == "RUNNING" or experiment not in state.experiment
             or (folder.parent.name == "results" and state.status != "FINISHED")
             or any(state.tags.get(name) != text for name, text in tags.items())
             for state in states
         ):  # fmt: skip
-            vanished.append(folder)
+            gaps.vanished.append(folder)
         elif states[0] and backend.lacks(states[0].artifacts):  # the first one has the files
-            bare.append(folder)
-    return Gaps(vanished, deleted, failures, bare)
+            gaps.bare.append(folder)
+    return gaps
 
 
 def shown_as(folder: Path) -> ShownAs:

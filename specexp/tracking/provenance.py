@@ -1,5 +1,4 @@
-"""What a run was made with: versions, commit, device, threads, kernels, settings and load; and a
-grid file that makes it again.
+"""What a run was made with: versions, commit, device, threads, kernels, settings and load.
 
 A result's key (`grids/identity.py`) and a run's tags take the same facts from here. This file knows
 nothing of grids, commands or engines.
@@ -12,13 +11,9 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from specexp.zoo import shelf
 
@@ -225,13 +220,3 @@ def _git(*args: str) -> str:
     except OSError:  # not installed
         return ""
     return git.stdout.strip() if git.returncode == 0 else ""
-
-
-def as_grid(experiment: str, notebook: str, points: Sequence[Mapping[str, Any]]) -> str:
-    """A grid file of points with these parameters, whose paths are right beside their notebook."""
-    fixed = {n: v for n, v in points[0].items() if all(repr(p.get(n)) == repr(v) for p in points)}
-    own = [{n: v for n, v in point.items() if n not in fixed} for point in points]
-    include = [point for i, point in enumerate(own) if point and point not in own[:i]]
-    grid = {"notebook": notebook, "experiment": experiment, "fixed": fixed, "include": include}
-    filled = {name: value for name, value in grid.items() if value}
-    return str(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True))

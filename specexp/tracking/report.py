@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
 from specexp.errors import UserError, brief, counted, meant_beside
 from specexp.terminal import harmless
@@ -49,15 +50,17 @@ class Run:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        return results.runs_in(self.result)[self.rival]
-
-    @cached_property
-    def tags(self) -> dict[str, str]:
+        """What it logged, with all its tags."""
+        logged = results.runs_in(self.result)[self.rival]
         committed = results.load(self.folder / results.TAGS)
         renamed = results.new_names(self.folder).get("tags", {})
-        tags = self.record.get("tags", {}) | committed | renamed
+        tags = logged.get("tags", {}) | committed | renamed
         texts = {name: str(value) for name, value in tags.items()}
-        return mlflow_view.run_tags(texts, self.result["params"], self.rival)
+        return logged | {"tags": mlflow_view.run_tags(texts, self.result["params"], self.rival)}
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return dict(self.record["tags"])
 
     @property
     def ended(self) -> int:
@@ -97,22 +100,15 @@ class Run:
         return f"{UI}/#/runs/{shown[self.rival]}" if self.rival in shown else ""
 
     @cached_property
-    def rounds(self) -> pd.DataFrame:
-        """The logged table of rounds (`compare.rounds_of`)."""
-        return compare.rounds_of(self.folder)
-
-    @property
     def prompts(self) -> int:
         """How many prompts, or conversations, the figures rest on; 0 if the rounds do not say."""
-        ids = self.rounds.get("question_id", pd.Series(dtype=str))
+        ids = compare.rounds_of(self.folder).get("question_id", pd.Series(dtype=str))
         return int(ids.astype(str).nunique())
 
     @cached_property
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
-        logged = {"metrics": self.metrics, "tags": self.tags}
-        timed = mlflow_view.is_timed(logged)
-        return mlflow_view.doubts(logged, compare.drift(self.rounds)) if timed else []
+        return mlflow_view.doubts(self.record, compare.drift(self.folder, self.record))
 
     def figures(self) -> Iterator[tuple[str, str]]:
         """Name and base64 text of each figure of the run, as they were logged; none for a rival."""
@@ -183,13 +179,14 @@ def names_of(part: Sequence[Run]) -> dict[Run, str]:
     the device, and whether others ran beside them, if they differ in that."""
     names: dict[Run, str] = {}
     for label, same in groupby(sorted(part, key=attrgetter("label")), key=attrgetter("label")):
-        alike = [*same]
-        of_tags = [{n: run.tags.get(n, "") for n in ("device", "together")} for run in alike]
-        facts = [run.record["params"] | of for run, of in zip(alike, of_tags, strict=True)]
-        every = dict.fromkeys(chain(*facts))
-        differ = [name for name in every if len({repr(each.get(name)) for each in facts}) > 1]
-        for run, each in zip(alike, facts, strict=True):
-            names[run] = " ".join([label, *(f"{name}={each.get(name, '')}" for name in differ)])
+        facts = {
+            run: run.record["params"] | {n: run.tags.get(n, "") for n in ("device", "together")}
+            for run in same
+        }
+        every = dict.fromkeys(chain(*facts.values()))
+        differ = [n for n in every if len({repr(each.get(n)) for each in facts.values()}) > 1]
+        for run, each in facts.items():
+            names[run] = " ".join([label, *(f"{n}={each.get(n, '')}" for n in differ)])
     return names
 
 
@@ -209,7 +206,7 @@ def answer(part: Sequence[Run]) -> str:
     text = f"{names[best]}: {answer.said(value, *answer.interval(best.metrics))[1]}"
     if best.prompts:
         text += f" over {counted(best.prompts, 'prompt')}"
-    text += ", simulated" * results.is_simulated(answer.metric, best.tags.get("simulated", ""))
+    text += ", simulated" * mlflow_view.is_simulated(best.record, answer.metric)
     if not has_interval:
         text += ", without an interval, so nothing is certain"
     elif _doubtful(answer, best):
@@ -268,9 +265,11 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
     if not answering or len(answering[1]) == 1:
         return [], None
     (answer, having), names = answering, names_of(part)
-    many, figures = len(having), [run.metrics for run in having]
-    ranges = [(each[answer.metric], *answer.together(each, many)) for each in figures]
-    shown = [*chain(*ranges), *([] if answer.even is None else [answer.even])]
+    ranges = {
+        run: (run.metrics[answer.metric], *answer.together(run.metrics, len(having)))
+        for run in having
+    }
+    shown = [*chain(*ranges.values()), *([] if answer.even is None else [answer.even])]
     least, width = min(shown), (max(shown) - min(shown)) or 1.0
 
     def place(value: float) -> float:
@@ -279,7 +278,7 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
     rows = [
         (names[run], answer.said(*each)[0] + " (doubtful)" * _doubtful(answer, run),
          *map(place, each))
-        for run, each in zip(having, ranges, strict=True)
+        for run, each in ranges.items()
     ]  # fmt: skip
     return rows, None if answer.even is None else place(answer.even)
 
@@ -376,22 +375,29 @@ def setting(part: Sequence[Run]) -> str:
 
 
 def as_grids(part: Sequence[Run]) -> list[str]:
-    """The parameters of these runs as grid files, one a notebook."""
-    by_notebook = dict[str, list[dict[str, Any]]]()
+    """The parameters of these runs as grid files, one a notebook, with paths for beside it."""
+    by_notebook, grids = dict[str, list[dict[str, Any]]](), []
     for run in part:
-        source = run.tags.get("mlflow.source.name", "")
-        by_notebook.setdefault(source, []).append(run.result["params"])
-    return [provenance.as_grid(part[0].experiment, *each) for each in by_notebook.items()]
+        points = by_notebook.setdefault(run.tags.get("mlflow.source.name", ""), [])
+        if run.result["params"] not in points:  # a rival has those of its result
+            points.append(run.result["params"])
+    for notebook, points in by_notebook.items():
+        first = points[0].items()
+        fixed = {n: v for n, v in first if all(repr(p.get(n)) == repr(v) for p in points)}
+        own = [{n: v for n, v in point.items() if n not in fixed} for point in points]
+        grid = {
+            "notebook": notebook, "experiment": part[0].experiment, "fixed": fixed,
+            "include": [*filter(None, own)],
+        }  # fmt: skip
+        filled = {name: value for name, value in grid.items() if value}
+        grids.append(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True))
+    return grids
 
 
 def frame(part: Sequence[Run]) -> pd.DataFrame:
     """The runs as `runs.runs` returns them; not credible are the timings of doubtful ones."""
     return pd.DataFrame(
-        {"experiment": run.experiment, "run_id": run.folder.name, "name": run.label}
-        | {f"params.{k}": v for k, v in mlflow_view.as_params(run.record).items()}
-        | {f"metrics.{k}": v for k, v in run.metrics.items()}
-        | mlflow_view.marked(run.doubts)
-        | {f"tags.{k}": v for k, v in run.tags.items()}
+        mlflow_view.row(run.experiment, run.folder.name, run.label, run.record, run.doubts)
         for run in part
     )
 

@@ -314,11 +314,6 @@ def only_files(attempt: Path) -> None:
             path.unlink()
 
 
-def is_simulated(metric: str, groups: str) -> bool:
-    """Whether a metric `group/name` is of one of these groups: those of the tag `simulated`."""
-    return metric.partition("/")[0] in groups.split(", ")
-
-
 @contextmanager
 def ignoring_damage() -> Iterator[None]:
     """Ends the `with` block without an error if a file that it reads is torn or missing. Raises

@@ -287,8 +287,8 @@ def publishable(folder: Path) -> bool:
     return False
 
 
-def publish(folder: Path) -> str:
-    """Publish a result or failed attempt to MLflow, unless it has been; returns its run's id.
+def publish(folder: Path) -> None:
+    """Publish a result or failed attempt to MLflow, unless it has been.
 
     The folder's tags.json holds the run's tags, with `run_key`, `attempt`, `status` and `ended`.
     Raises StoreUnreachable, StoreRejected, StoreCorrupt, or OSError if the disk is full or the
@@ -298,7 +298,6 @@ def publish(folder: Path) -> str:
         with backend().reaching():
             run_ids = _publish(folder)
         marker(folder).write_text("\n".join(run_ids))
-    return marker(folder).read_text().partition("\n")[0]
 
 
 def _publish(folder: Path) -> list[str]:
@@ -314,11 +313,12 @@ def _publish(folder: Path) -> list[str]:
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
     experiment = experiment_id(renamed.get("experiment", record["experiment"]))
     before = store.runs(experiment, f"tags.run_key = '{tags['run_key']}'")
-    ended = results.ended_ms(folder)
-    for run in before:
-        succeeded = is_ours(run) and is_whole(run) and run.info.status == "FINISHED"
-        if status != "FINISHED" and succeeded and run.info.end_time > ended:
-            return [str(run.info.run_id)]
+    ours, stay = [run for run in before if is_ours(run)], list[Any]()
+    if status != "FINISHED":  # a failure replaces no success
+        stay = [run for run in ours if is_whole(run) and run.info.status == "FINISHED"]
+        for run in stay:
+            if run.info.end_time > results.ended_ms(folder):
+                return [str(run.info.run_id)]
     same = {
         rival_of(run): run
         for run in before
@@ -337,9 +337,8 @@ def _publish(folder: Path) -> list[str]:
         else:
             run_id = _create_run(folder, experiment, status, named, part, *run_ids[:1])
         run_ids.append(run_id)
-    for old in store.runs(experiment, f"tags.run_key = '{tags['run_key']}'"):
-        stays = is_whole(old) and old.info.status == "FINISHED" != status
-        if old.info.run_id not in run_ids and is_ours(old) and not stays:
+    for old in ours:
+        if old not in stay and old.info.run_id not in run_ids:
             store.client.delete_run(old.info.run_id)
     return run_ids
 
@@ -349,7 +348,7 @@ def _create_run(
     main: str = "",
 ) -> str:  # fmt: skip
     """`main`: the run that keeps the files, if this is one of a rival."""
-    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.entities import Metric, Param
 
     from specexp.tracking import compare
 
@@ -358,9 +357,9 @@ def _create_run(
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
     files = f"./#/experiments/{experiment}/runs/{main}/artifacts" if main else ""
-    drift = compare.drift(compare.rounds_of(folder))
-    tags |= mlflow_view.answer_tags({**record, "tags": theirs | tags}, drift, files)
-    run = mlflow.create_run(experiment, started, theirs | tags, name)
+    record = {**record, "tags": theirs | tags}
+    answers = mlflow_view.answer_tags(record, compare.drift(folder, record), files)
+    run = mlflow.create_run(experiment, started, record["tags"] | answers, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in mlflow_view.as_points(record)]
     params = [Param(n, v) for n, v in mlflow_view.as_params(record).items()]
     if metrics:
@@ -371,7 +370,7 @@ def _create_run(
     if not main:
         backend().put(run.info.artifact_uri, folder, _files_of(folder))
     mlflow.set_terminated(run.info.run_id, status, ended)
-    mlflow.log_batch(run.info.run_id, tags=[RunTag("published", "1")])
+    mlflow.set_tag(run.info.run_id, "published", "1")
     return str(run.info.run_id)
 
 
@@ -423,15 +422,11 @@ def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame
         if grid in (None, run.data.tags.get("grid") if not keys or not is_ours(run) else "")
         or run.data.tags.get("run_key") in keys
     ]
+    finished.sort(key=lambda pair: pair[1].info.start_time, reverse=True)
+    records = [(name, run.info, run.data.to_dictionary()) for name, run in finished]
     return pd.DataFrame(
-        {"experiment": name, "run_id": run.info.run_id, "name": run.info.run_name}
-        | {f"params.{k}": v for k, v in run.data.params.items()}
-        | {f"metrics.{k}": v for k, v in run.data.metrics.items()}
-        | mlflow_view.marked(
-            mlflow_view.doubts({"metrics": run.data.metrics, "tags": run.data.tags})
-        )
-        | {f"tags.{k}": v for k, v in run.data.tags.items() if not k.startswith("mlflow.")}
-        for name, run in sorted(finished, key=lambda pair: pair[1].info.start_time, reverse=True)
+        mlflow_view.row(name, about.run_id, about.run_name, record, mlflow_view.doubts(record))
+        for name, about, record in records
     )
 
 

@@ -160,6 +160,18 @@ def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
     assert "To measure doubtful timings again, with nothing else running: run their" in str(advice)
 
 
+def test_a_notebook_of_ones_own_without_a_drafter_decides_nothing(store):
+    log("ngram", 1.5)
+    record = json.loads((results.listed("results")[0] / results.RESULT).read_text())
+    del record["params"]["drafter"]
+    attempt = results.new_attempt("own")
+    (attempt / results.RESULT).write_text(json.dumps(record))
+    results.commit(attempt, "own", {"name": "own", "status": "FINISHED"})
+    advice = only(advise())
+    assert [plan.drafter for plan in advice.plans] == ["ngram"]
+    assert advice.left_out == (("mine: own", "its parameters name no drafter"),)
+
+
 def test_only_results_of_one_situation_are_joined(store):
     log("ngram", 1.5)
     log("ngram", 1.4, gamma=5)
