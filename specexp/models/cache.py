@@ -8,13 +8,13 @@ last slots, in a ring: slot s is at place s % R of R + 1, and padding goes to th
 is never read.
 
 Some modules count slots where they mean positions, which differ in a tree. The functions at the end
-hook a copy of such a module, so that it counts positions.
+change a copy of such a module, so that it counts positions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from inspect import getmodule
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specexp.models.memory import Layer, layer_slots, layers
+from specexp.models.scans import replaced
 from specexp.objects import signature
 from specexp.ops import op
 from specexp.sequences import Sequences, Verdict
@@ -133,14 +134,11 @@ class SlotCache(Cache):
     def __init__(self, kinds: Sequence[Layer] | int, batch: int, size: int, room: int = 1) -> None:
         self.kinds = (Layer(),) * kinds if isinstance(kinds, int) else tuple(kinds)
         self.mark = object()
-        self.batch, self.size, self.seen = batch, size, size
-        self.rows = slice(0, batch)
-        self.visible: Branches | None = None
-        self.positions: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # `placed` of this pass
-        self.slots: Tensor = torch.empty(0, 1, 0, 1, dtype=torch.int64)
+        self.batch, self.size = batch, size
         self.states: States | None = None
         self.sizes = {layer.span: layer_slots(layer.span, size, room) for layer in self.kinds}
         self.places: dict[int, Tensor] = {}  # where a pass writes [b, 1, n, 1], by a layer's size
+        self.positions: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # `placed` of this pass
         super().__init__(layers=[Slots(self, layer.span) for layer in self.kinds])
 
     def aim(
@@ -310,39 +308,33 @@ class EachRow:
 def bias_by_position(module: Any) -> None:
     """Let the biases of an LM with ALiBi go by the place of a key among those that a token sees:
     its position, which is not its slot in a tree."""
-    library: Any = getmodule(type(module))
-    mpt = hasattr(library, "build_mpt_alibi_tensor")
-    if not mpt and not (
-        hasattr(library, "build_alibi_tensor") and getattr(module.config, "alibi", True)
-    ):
-        return
-    blocks: dict[str, Any] = {}  # what they take in this pass
+    library = getmodule(type(module))
+    of_line: Any = getattr(library, "build_alibi_tensor", None)  # of Bloom and Falcon
+    of_mpt: Any = getattr(library, "build_mpt_alibi_tensor", None)
 
-    def enter(base: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        mask = inputs["attention_mask"]  # [b, 1, n, S]
-        b, S = len(mask), mask.shape[-1]
-        H, every = base.num_heads, mask.new_ones(b, S, dtype=torch.int64)
-        place = (mask == 0).cumsum(-1)[:, 0] - 1
-        if mpt:
-            table = library.build_mpt_alibi_tensor(H, S, device=mask.device)
-        else:
-            table = library.build_alibi_tensor(every[:1], H, mask.dtype)
-        bias = table[:, 0, place].transpose(0, 1)  # [b, H, n, S]
-        if mpt:
-            blocks.update(position_bias=EachRow(bias), attention_mask=mask.bool())
-        elif hasattr(base, "use_alibi"):  # Falcon, which adds them to the scores already divided
-            blocks.update(attention_mask=mask + bias / math.sqrt(base.embed_dim // H))
-        else:
-            blocks.update(alibi=bias.flatten(0, 1), attention_mask=mask)
-        return args, inputs | {"attention_mask": every}
+    def placed(line: Tensor, mask: Tensor) -> Tensor:
+        """The biases [b, H, n, S] under a mask [b, 1, n, S]; line [H, 1, S]: those by slot."""
+        return line[:, 0, (mask == 0).cumsum(-1)[:, 0] - 1].transpose(0, 1)
 
-    def within(block: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        return args, inputs | blocks
+    def biases(mask: Tensor, H: int, dtype: torch.dtype) -> Tensor:
+        every = mask.new_ones(1, mask.shape[-1], dtype=torch.int64)
+        return placed(of_line(every, H, dtype), mask).flatten(0, 1)
 
-    module.base_model.register_forward_pre_hook(enter, with_kwargs=True)
-    module.base_model.register_forward_hook(lambda *_: blocks.clear())
-    for block in next(m for m in module.base_model.children() if isinstance(m, nn.ModuleList)):
-        block.register_forward_pre_hook(within, with_kwargs=True)
+    def enter(base: Any, args: Any, inputs: dict[str, Any]) -> None:
+        mask = inputs["attention_mask"]
+        line = of_mpt(base.num_heads, mask.shape[-1], device=mask.device)
+        base.build_mpt_alibi_tensor = lambda *_, **__: EachRow(placed(line, mask))
+
+    def leave(base: Any, *_: Any) -> None:
+        del base.build_mpt_alibi_tensor  # and the mask
+
+    if of_line and getattr(module.config, "alibi", True):
+        base = module.base_model
+        base.build_alibi_tensor = biases
+        base.forward = replaced(base, {"build_alibi_tensor": biases})
+    if of_mpt:
+        module.base_model.register_forward_pre_hook(enter, with_kwargs=True)
+        module.base_model.register_forward_hook(leave)
 
 
 class Positions(nn.Module):
@@ -378,20 +370,17 @@ def window_by_layer(module: Any) -> None:
     the mask of their kind."""
     if not getattr(module.config, "attention_layers", None):
         return
-    kinds = [layer.kind for layer in layers(module.config)]
-    masks: dict[str, Tensor] = {}  # in this pass
 
-    def enter(base: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        given = inputs["attention_mask"]
-        masks.update(given if isinstance(given, dict) else dict.fromkeys(kinds, given))
-        return args, inputs | {"attention_mask": masks[kinds[0]]}
+    def within(kind: str, block: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        masks = inputs["attention_mask"]
+        return args, inputs | {"attention_mask": masks[kind] if isinstance(masks, dict) else masks}
 
-    def within(block: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        return args, inputs | {"attention_mask": masks[kinds[block.attn.layer_id]]}
+    def as_given(attention_mask: Any, **_: Any) -> Any:
+        return attention_mask
 
-    module.base_model.register_forward_pre_hook(enter, with_kwargs=True)
-    module.base_model.register_forward_hook(lambda *_: masks.clear())
-    for block in module.base_model.h:
+    base = module.base_model
+    base.forward = replaced(base, {"create_causal_mask": as_given})
+    for block, layer in zip(base.h, layers(module.config), strict=True):
         own = block.attn.attention
         own.bias = own.bias.new_ones(1, 1, 1, 1).expand_as(own.bias)
-        block.register_forward_pre_hook(within, with_kwargs=True)
+        block.register_forward_pre_hook(partial(within, layer.kind), with_kwargs=True)

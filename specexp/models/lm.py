@@ -130,14 +130,11 @@ class Unfused:
             return cls(module)
         whole, parts = recurrent.stepwise(module)
         if not parts:
-            whole = recurrent.twin(module)
             for by_position in (bias_by_position, count_by_position, window_by_layer):
                 by_position(whole)
         as_operations(whole)
-        if not parts:
-            return cls(whole, kept=cache_name(whole))
-        net = cls(whole, parts, "position_ids" in takes(whole), cache_name(whole))
-        if not parts[-1].states:
+        net = cls(whole, parts, not parts or "position_ids" in takes(whole), cache_name(whole))
+        if parts and not parts[-1].states:
             cache = SlotCache(whole.config.get_text_config().num_hidden_layers, 1, 8)
             recurrent.examine(parts, cache, lambda at, last: net(at, at, None, cache, (), last))
         return net
@@ -284,9 +281,8 @@ class LM:
 
         Slots past the length of a shorter row are padding.
         """
-        B = len(seqs.tokens)
         if self.net.parts:
-            return self._read([start] * B, seqs, stop, taps)
+            return self._read([start] * len(seqs.tokens), seqs, stop, taps)
         hidden = []
         for first in range(start, stop, PREFILL):
             states = fill(self, seqs, range(first, min(first + PREFILL, stop)), False, taps)
@@ -376,26 +372,24 @@ class LM:
         ends = [min(stop, length - 1) for length in seqs.length.tolist()]
         if seqs.budget is not None:
             ends = [e * (most > 0) for e, most in zip(ends, seqs.budget.tolist(), strict=True)]
-        hidden = []
+        hidden = None
+        if taps and stop > starts[0]:
+            size = len(starts), stop - starts[0], len(taps) * self.config.hidden_size
+            hidden = torch.zeros(size, dtype=self.dtype, device=self.device)
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
             one = replace(seqs.window(row, 1), budget=None)
             if start == 0:
                 states.forget(one.rows)
-            tapped = []
-            for first, last, at_once in recurrent.spans(start, end, states, self.net.parts):
+            for first, last, at_once in states.spans(start, end):
                 slots = torch.arange(first, last, device=self.device)[None]
                 begin = first if at_once else None
                 tokens = one.read(slots)
-                seen = self.feed(one, tokens, slots, slots, None, taps, 0, True, begin)
-                tapped += [] if seen.hidden is None else [seen.hidden]
+                seen = self.feed(one, tokens, slots, slots, None, taps, 0, True, begin).hidden
+                if hidden is not None and seen is not None:
+                    hidden[row, first - start : last - start] = seen
             if start < end:
                 states.covered[one.rows] = end
-            if taps:
-                E = len(taps) * self.config.hidden_size
-                rest = stop - max(start, end), E
-                none = torch.zeros(1, *rest, dtype=self.dtype, device=self.device)
-                hidden.append(torch.cat([*tapped, none], 1))
-        return torch.cat(hidden) if taps and hidden[0].shape[1] else None
+        return hidden
 
 
 @op

@@ -7,9 +7,9 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,21 @@ WORK = 6e11  # weights times tokens that a probe on a CPU may read
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
 # modules in use, by source, files, dtype and device
 _IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()
-_COUNTED: dict[tuple[str, bool], tuple[int, int, int]] = {}  # by config, see `_sizes`
-_PARTS: dict[tuple[str, torch.dtype], Any] = {}  # of modules without weights, by config
+_ON_META: dict[tuple[str, torch.dtype], Any] = {}  # modules without weights, by config
 PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
+
+
+def _kept(read: Callable[[str], Any]) -> Callable[[str | Path], Any]:
+    """A function of a folder or hub id whose results are kept: of a folder while its files do not
+    change, of a hub id for good. It takes names with `+int8` too, and reads the same."""
+    by_version = lru_cache(maxsize=64)(lambda bare, version: read(bare))
+
+    @wraps(read)
+    def reading(source: str | Path) -> Any:
+        bare, _ = fitting.split(str(source))
+        return by_version(bare, _version(bare))
+
+    return reading
 
 
 def read_config(source: str | Path) -> Any:
@@ -52,7 +64,7 @@ def read_config(source: str | Path) -> Any:
     Raises UserError if the model is unsafe or cannot be served.
     """
     bare, suffix = fitting.split(str(source))
-    config = copy.deepcopy(_config(bare, _version(bare)))
+    config = copy.deepcopy(_config(source))
     if suffix:
         int8.check(config, bare)
         config.get_text_config().quantised = suffix
@@ -61,17 +73,34 @@ def read_config(source: str | Path) -> Any:
     return config
 
 
-def read_tokenizer(source: str | Path) -> Any:
+@_kept
+def read_tokenizer(source: str) -> Any:
     """The tokenizer of a folder or hub id: the same object while its files do not change."""
-    bare, _ = fitting.split(str(source))
-    return _tokenizer(bare, _version(bare))
+    absent = UserError(f"{source} has no tokenizer.json: save its tokenizer there, too")
+    with layouts.hub(source), refusing(f"cannot read the tokenizer of {source}", servable.AGAIN):
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except ValueError as e:
+            if "instantiate the backend tokenizer" not in str(e):
+                raise
+            raise absent from e
+        if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:  # made out of nothing
+            raise absent
+    return tokenizer
 
 
-def read_generation(source: str | Path) -> Any:
+@_kept
+def read_generation(source: str) -> Any:
     """The generation config of a folder or hub id: generation_config.json, and config.json only
     where there is none, as in transformers."""
-    bare, _ = fitting.split(str(source))
-    return _generation(bare, _version(bare))
+    with layouts.hub(source), refusing(f"cannot read generation_config.json of {source}"):
+        try:
+            return transformers.GenerationConfig.from_pretrained(source)
+        except OSError:
+            if (Path(source) / "generation_config.json").exists():
+                raise
+            named = {"config_file_name": "config.json", "_from_model_config": True}
+            return transformers.GenerationConfig.from_pretrained(source, **named)
 
 
 def load(source: str | Path, name: str, dtype: str, device: str, vocab: int | None = None) -> LM:
@@ -129,7 +158,7 @@ def of_module(module: Any, name: str = "model", vocab: int | None = None) -> LM:
             "back: choose another model"
         )
     unlike = isinstance(lm.net, Unfused) or any(layer.span for layer in lm.layers)
-    if unlike and isinstance(module, transformers.PreTrainedModel):
+    if unlike and isinstance(module, transformers.PreTrainedModel) and module not in PROBED:
         probe(lm.apart())
     return lm
 
@@ -140,12 +169,8 @@ def place_weights(module: Any) -> None:
 
 
 def probe(lm: LM) -> None:
-    """Raise UserError if the LM's logits over a tree are not its module's own of each path.
-
-    A module is probed once. The LM's cache is replaced.
-    """
-    if lm.module in PROBED:
-        return
+    """Raise UserError if the LM's logits over a tree are not its module's own of each path. Its
+    cache is replaced."""
     with _refusing(lm.name, lm.module):
         off = difference(lm, probe_length(lm))
     if isnan(off):
@@ -178,11 +203,11 @@ def probe_length(lm: LM) -> int:
     """The tokens of the longer prefix of a probe: enough to pass every length in the config at
     which the model may behave otherwise (a window, a chunk, ...), if that many are read in
     seconds."""
-    described = lm.config.to_dict() if hasattr(lm.config, "to_dict") else {}
-    sizes = {k: v for k, v in servable.fields(described) if LIMITS.search(k) and type(v) is int}
-    within = {k: v for k, v in sizes.items() if 6 <= v < lm.context - 3 * len(TREE)}
+    sizes = ((k, v) for k, v in servable.fields(lm.config.to_dict()) if type(v) is int)
+    reached = range(6, lm.context - 3 * len(TREE))
+    within = {k: v for k, v in sizes if v in reached and LIMITS.search(k)}
     enough = max(within.values(), default=0) + 6
-    most = int(WORK * (50 if lm.device.type == "cuda" else 1) / max(1, lm.parameters))
+    most = int(WORK * (50 if lm.device.type == "cuda" else 1) / lm.parameters)
     if enough > most:
         log.warning(
             "%s was compared with its module on %d tokens: %s of its config lies beyond",
@@ -259,14 +284,11 @@ def state_bytes(config: Any, dtype: torch.dtype, room: int, refed: int) -> int:
     `LM`."""
     if not any(layer.has_state for layer in layers(config)):
         return 0
-    described = config.to_json_string(use_diff=False), dtype
-    if described not in _PARTS:
-        module = _without_weights(config, dtype)
-        asks: Any = meta  # where the indexer of Qwen 4 asks which numbers are not 0: all
-        refused = _refusing(config.name_or_path or "the model", module)
-        with refused, asks.patch(meta_nonzero_assume_all_nonzero=True):
-            _PARTS[described] = Unfused.of(module).parts
-    return recurrent.state_bytes(_PARTS[described], room, refed)
+    module = _without_weights(config, dtype)
+    asks: Any = meta  # where the indexer of Qwen 4 asks which numbers are not 0: all
+    refused = _refusing(config.name_or_path or "the model", module)
+    with refused, asks.patch(meta_nonzero_assume_all_nonzero=True):
+        return recurrent.state_bytes(Unfused.of(module).parts, room, refed)
 
 
 def _version(source: str) -> Any:
@@ -278,8 +300,8 @@ def _version(source: str) -> Any:
         return frozenset((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
 
 
-@lru_cache(maxsize=64)
-def _config(source: str, version: Any) -> Any:
+@_kept
+def _config(source: str) -> Any:
     folder, what = Path(source), f"cannot read the model {source}"
     if folder.is_dir():
         servable.check_files(folder)
@@ -311,21 +333,6 @@ def _config(source: str, version: Any) -> Any:
     return config
 
 
-@lru_cache(maxsize=64)
-def _tokenizer(source: str, version: Any) -> Any:
-    absent = UserError(f"{source} has no tokenizer.json: save its tokenizer there, too")
-    with layouts.hub(source), refusing(f"cannot read the tokenizer of {source}", servable.AGAIN):
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except ValueError as e:
-            if "instantiate the backend tokenizer" not in str(e):
-                raise
-            raise absent from e
-        if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:  # made out of nothing
-            raise absent
-    return tokenizer
-
-
 def tokens_of(tokenizer: Any, text: str, **how: bool) -> list[int]:
     """The tokens of a text. Raises UserError for what is no text, or if the tokenizer fails."""
     if lone := re.search("[\ud800-\udfff]", text):
@@ -345,26 +352,16 @@ def text_of(tokenizer: Any, tokens: Sequence[int], **how: bool) -> str:
         return str(tokenizer.decode(tokens, **how))
 
 
-@lru_cache(maxsize=64)
-def _generation(source: str, version: Any) -> Any:
-    with layouts.hub(source), refusing(f"cannot read generation_config.json of {source}"):
-        try:
-            return transformers.GenerationConfig.from_pretrained(source)
-        except OSError:
-            if (Path(source) / "generation_config.json").exists():
-                raise
-            named = {"config_file_name": "config.json", "_from_model_config": True}
-            return transformers.GenerationConfig.from_pretrained(source, **named)
-
-
 def _check_device(dtype: str, device: str) -> None:
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    if device.startswith("cuda") and (why := memory.no_cuda()):
+    if not device.startswith("cuda"):
+        return
+    if why := memory.no_cuda():
         raise UserError(f"{why}; use --device cpu")
-    if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
+    if (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise UserError(f"{device} is not there: CUDA devices: {torch.cuda.device_count()}")
-    if device.startswith("cuda") and dtype == "bfloat16":
+    if dtype == "bfloat16":
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
                 warn_once("this GPU only emulates bfloat16, so timings say nothing of others: "
@@ -425,22 +422,26 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
 
 
 def _without_weights(config: Any, dtype: torch.dtype) -> Any:
-    """The model on `meta`. Its experts run as those do whose shapes depend on no routing."""
-    config = copy.deepcopy(config)
-    config._experts_implementation = "batched_mm"
-    what = f"config.json of {config.name_or_path or 'the model'} describes no model"
-    with servable.few_tensors(what), torch.device("meta"), refusing(f"{what} that can be built"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    """The model on `meta`, kept. Its experts run as those do whose shapes depend on no routing."""
+    described = config.to_json_string(use_diff=False), dtype
+    if described not in _ON_META:
+        config = copy.deepcopy(config)
+        config._experts_implementation = "batched_mm"
+        what = f"config.json of {config.name_or_path or 'the model'} describes no model"
+        with (
+            servable.few_tensors(what),
+            torch.device("meta"),
+            refusing(f"{what} that can be built"),
+        ):
+            module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        _ON_META[described] = module.eval()
+    return _ON_META[described]
 
 
 def _sizes(config: Any) -> tuple[int, int, int]:
     """The number of weights in the model's dtype, the bytes of quantised ones and of buffers."""
-    quantised = bool(getattr(config.get_text_config(), "quantised", ""))
-    described = config.to_json_string(use_diff=False), quantised
-    if described not in _COUNTED:
-        module = _without_weights(config, torch.float32)
-        weights = [part.weight for part in int8.linears(module)] if quantised else []
-        numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
-        buffers = sum(buffer.nbytes for buffer in module.buffers())
-        _COUNTED[described] = numbers, int8.int8_bytes(weights), buffers
-    return _COUNTED[described]
+    module = _without_weights(config, torch.float32)
+    quantised = getattr(config.get_text_config(), "quantised", "")
+    weights = [part.weight for part in int8.linears(module)] if quantised else []
+    numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
+    return numbers, int8.int8_bytes(weights), sum(buffer.nbytes for buffer in module.buffers())

@@ -14,9 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -24,8 +24,6 @@ from specexp.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16", "float64")  # of weights, by their names in torch
 DEV = Path("/dev")
@@ -44,12 +42,14 @@ class Layer:
         window: It reads the keys of the last `window` positions, its own included; 0: of all.
         chunk: It reads the keys of its own chunk of `chunk` positions; 0: of all.
         owns: It has keys and values of its own. False: it reads another layer's, or none.
+        config: The model's, or its own where the model gives it one.
     """
 
     kind: str = "full_attention"
     window: int = 0
     chunk: int = 0
     owns: bool = True
+    config: Any = field(default=None, compare=False, repr=False)
 
     @property
     def span(self) -> int:
@@ -66,10 +66,10 @@ def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
     """The layers of a model with this config. context: its longest text in tokens; a window or
     chunk that is as long counts as none."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
-    field, windowed = "sliding_window", "sliding"
+    window_size, windowed = "sliding_window", "sliding"
     if own_names := getattr(config, "attention_layers", None):  # GPT-Neo
         kinds = ["sliding_attention" if kind == "local" else "full_attention" for kind in own_names]
-        field = "window_size"
+        window_size = "window_size"
     elif getattr(config, "model_type", "") == "minimax":
         windowed = "full"  # it reads the window in all layers with keys
     sharing = getattr(config, "kv_sharing_modes", None)
@@ -77,7 +77,7 @@ def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
         sharing = [None] * (config.num_hidden_layers - last) + ["reuse"] * last  # in 5.17
     described = []
     for i, own in enumerate(_own_configs(config)):
-        sizes = (getattr(own, name, None) for name in (field, "attention_chunk_size"))
+        sizes = (getattr(own, name, None) for name in (window_size, "attention_chunk_size"))
         window, chunk = (size if size and size < context else 0 for size in sizes)
         if kinds:
             kind = kinds[i]
@@ -87,25 +87,20 @@ def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
             kind = "sliding" if window else "chunked" if chunk else "full"
             kind += "_attention"
         owns = kind not in NO_KEYS and not (sharing and sharing[i] == "reuse")
-        described.append(Layer(kind, window, chunk, owns))
-    return tuple(unrolled(config, described))
+        described.append(Layer(kind, window, chunk, owns, own))
+    return (*described, *_again(config, described))
 
 
-def configs(config: Any) -> list[Any]:
-    """The config of each layer: the model's own, or the layer's where the model gives it one."""
-    return unrolled(config, _own_configs(config))
-
-
-def unrolled(config: Any, each: list[T]) -> list[T]:
-    """Layers that a pass runs in a loop, once for each time, as caches hold them: behind all."""
+def _again(config: Any, each: list[Layer]) -> list[Layer]:
+    """Those that a pass runs in a loop, once for each further time; caches hold them behind all."""
     if (times := getattr(config, "loop_num_passes", 1)) > 1:  # Inkling 2 with loops
         first, end = config.loop_layer_index_start, config.loop_layer_index_end
     elif (times := getattr(config, "n_recurrent_loops", 1)) > 1:  # Dory
         first, end = config.n_input_layers, len(each) - config.n_output_layers
         times = times if config.recurrent_kv_cache_mode == "per_loop" else 1
     else:
-        return each
-    return each + each[first:end] * (times - 1)
+        return []
+    return each[first:end] * (times - 1)
 
 
 def _own_configs(config: Any) -> list[Any]:
@@ -212,15 +207,15 @@ def slot_bytes(config: Any, itemsize: int, context: int = 1 << 30) -> list[tuple
 
     Latent attention keeps the latents instead. Layers that share keys keep none. context: see
     `layers`."""
-    each = list(zip(layers(config, context), configs(config), strict=True))
+    each = layers(config, context)
     shared = (getattr(config, "indexer_types", None) or []).count("shared")
-    indexers = sum(layer.kind == "indexed_attention" for layer, _ in each) - shared
+    indexers = sum(layer.kind == "indexed_attention" for layer in each) - shared
     index = (getattr(config, name, None) or 0 for name in ("index_head_dim", "indexer_head_dim"))
     sizes = Counter({0: indexers * max(index)})
     twice = getattr(config, "model_type", "") == "mimo_v2_flash"  # as many key heads in windows
-    for layer, own in each:
+    for layer in each:
         if layer.owns:
-            sizes[layer.span] += _kv(own) << (twice and "sliding" in layer.kind)
+            sizes[layer.span] += _kv(layer.config) << (twice and "sliding" in layer.kind)
     return [(span, itemsize * size) for span, size in sizes.items()]
 
 
@@ -241,7 +236,7 @@ def _kv(config: Any) -> int:
 def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
     """Peak bytes of a pass over n tokens of B rows that may read S slots, without logits: the mask
     and, in the MLP, the residual stream and its norm, four wide tensors and what attention left."""
-    H, K, d = (max(sizes) for sizes in zip(*map(_heads, configs(config)), strict=True))
+    H, K, d = _most_heads(config)
     group = H // K
     mask = S * itemsize * group
     attention = (H + 2 * K) + (H + K) + H + 2
@@ -251,7 +246,7 @@ def pass_bytes(config: Any, itemsize: int, B: int, n: int, S: int) -> int:
 
 def shape(config: Any) -> dict[str, int]:
     """The fields of a config that `pass_bytes` and `work_bytes` read, all layers taken together."""
-    H, K, d = (max(sizes) for sizes in zip(*map(_heads, configs(config)), strict=True))
+    H, K, d = _most_heads(config)
     return {
         "num_hidden_layers": 1, "num_attention_heads": H, "num_key_value_heads": K, "head_dim": d,
         "hidden_size": config.hidden_size, "intermediate_size": _wide(config),
@@ -294,3 +289,9 @@ def _heads(config: Any) -> tuple[int, int, int]:
     if getattr(config, "multi_query", False):
         K = H if getattr(config, "new_decoder_architecture", False) else 1
     return H, int(K), int(getattr(config, "head_dim", None) or config.hidden_size // H)
+
+
+def _most_heads(config: Any) -> tuple[int, int, int]:
+    """The same, of all layers the most."""
+    H, K, d = map(max, zip(*(_heads(layer.config) for layer in layers(config)), strict=True))
+    return H, K, d

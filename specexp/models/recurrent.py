@@ -25,7 +25,7 @@ from specexp.models.scans import FIRST, NOTHING, NOWHERE, Parts, entries_of, twi
 from specexp.objects import signature
 from specexp.tree import Branches
 
-WHOLE = {("recurrent", 0)}  # kept once a row where all else is kept by slot
+BY_ROW = {("recurrent", 0)}  # what a scan keeps once a row, and all else by slot
 KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}  # write a state
 
 
@@ -106,18 +106,19 @@ class States:
     ) -> None:
         self.size, self.refed = slots_kept(parts, room, refed), refed
         self.covered = torch.zeros(batch, dtype=torch.int64, device=device)
-        scanned = parts[0].scanned
+        scanned, self.by_row = parts[0].scanned, _by_row(parts)
         entries = FIRST + batch * self.size
         self.buffers = [
             {
-                name: scans.empty(x, batch if scanned and name in WHOLE else entries, device)
+                name: scans.empty(x, batch if name in self.by_row else entries, device)
                 for name, x in part.kept.items()
             }
             for part in parts
         ]
         self.window = scans.Window(batch, self.size, _columns(parts), device) if scanned else None
+        self.counts = [self.covered, *([self.window.based] if self.window else [])]
         self.most = room + refed if scanned else PREFILL  # tokens of a pass that is not at once
-        self.start: int | None = None
+        self.continues = all(part.continues for part in parts)
         self.before = self.after = torch.zeros(0)
 
     def aim(
@@ -129,7 +130,7 @@ class States:
         `opens`: all tokens before these slots are committed, unlike those before a draft's deeper
         levels. `start`: these are tokens of one text from this slot on, which the modules read
         at once; None: they are read node by node, or by a scan."""
-        self.start = start
+        self.rows, self.start = rows, start
         if self.window:
             n = slots.shape[1] if start is None else 1
             self.window.aim(rows, slots[:, :n], tokens[:, :n], visible, opens)
@@ -150,6 +151,17 @@ class States:
         after = torch.where(tokens < 0, NOWHERE, entries_of(rows, slots, self.size))
         self.before, self.after = before.t().contiguous(), after.t().contiguous()
 
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """The passes [first, last) that read the tokens from `start` to `stop`, and whether each
+        reads its tokens at once. The last `refed` are not, since each must leave a state."""
+        last = stop - self.refed
+        while start < last and (self.continues or not start):
+            first, start = start, min(start + PREFILL, last) if self.continues else last
+            yield first, start, True
+        while start < stop:
+            first, start = start, min(start + self.most, stop)
+            yield first, start, False
+
     def read(self, module: int, node: int) -> State:
         """A copy of the states from which a node starts, or a text that is read at once."""
         if self.start == 0:
@@ -158,16 +170,16 @@ class States:
         if self.window is None:
             return State({k: x.index_select(0, self.before[node]) for k, x in parts.items()})
         conv = parts["conv", 0].index_select(0, self.before[0]).t()[None]
-        whole = {name: x[self.window.rows].clone() for name, x in parts.items() if name in WHOLE}
+        whole = {name: x[self.rows].clone() for name, x in parts.items() if name in self.by_row}
         return State({("conv", 0): conv, **whole})
 
     def write(self, module: int, node: int, state: State) -> None:
         """Keep the states after a node, or after a text that was read at once."""
         for name, x in self.buffers[module].items():
-            if self.window is None:
+            if name in self.by_row:
+                x[self.rows] = state.parts[name]
+            elif self.window is None:
                 x.index_copy_(0, self.after[node], state.parts[name])
-            elif name in WHOLE:
-                x[self.window.rows] = state.parts[name]
             elif name == ("conv", 0):
                 x.index_copy_(0, self.after[0], state.parts[name][0].t())
 
@@ -180,20 +192,19 @@ class States:
         here, there = (entries_of(rows, slots, self.size).flatten() for slots in (source, target))
         for part in self.buffers:
             for name, x in part.items():
-                if self.window is None or name not in WHOLE:
+                if name not in self.by_row:
                     x.index_copy_(0, there, x.index_select(0, here))
 
     def forget(self, rows: slice | int) -> None:
         """Begin new texts in these rows."""
-        self.covered[rows] = 0
-        if self.window:
-            self.window.based[rows] = 0
-            for part in self.buffers:
-                for name in part.keys() & WHOLE:
-                    part[name][rows] = 0
+        for count in self.counts:
+            count[rows] = 0
+        for part in self.buffers:
+            for name in part.keys() & self.by_row:
+                part[name][rows] = 0
 
     def copy(self, source: int, target: int) -> None:
-        for count in (self.covered, *([self.window.based] if self.window else [])):
+        for count in self.counts:
             count[target] = count[source]
         for here, there in zip(self.of_row(source), self.of_row(target), strict=True):
             there.copy_(here)
@@ -207,7 +218,7 @@ class States:
         """The states of a row [...], or what is kept of each slot [size, ...]."""
         slots = slice(FIRST + row * self.size, FIRST + (row + 1) * self.size)
         return [
-            x[row] if self.window and name in WHOLE else x[slots]
+            x[row] if name in self.by_row else x[slots]
             for part in self.buffers
             for name, x in part.items()
         ]
@@ -264,14 +275,11 @@ class Stepwise(nn.Module):
         if states.start is None and self.walked:
             self.walk.aim(states.buffers[self.number], states.before, states.after)
             return run(self.walk.forward, x, ScanState({}))
-        if states.start is not None:
+        if x.shape[1] == 1 or states.start is not None:
             self.scan.fold()
-            y = run(self.module, x, state := states.read(self.number, 0))
+            whole = self.alone if states.start is None else self.module
+            y = run(whole, x, state := states.read(self.number, 0))
             states.write(self.number, -1, state)
-            return y
-        if x.shape[1] == 1:
-            y = run(self.alone, x, state := states.read(self.number, 0))
-            states.write(self.number, 0, state)
             return y
         products = [(place, module(x).split(1, 1)) for module, place in self.first]
         outputs = []
@@ -284,51 +292,38 @@ class Stepwise(nn.Module):
 
     def _seen(self, x: Tensor, run: Callable[..., Any]) -> Any:
         """Run the module on the first token of a text, and see what it consists of."""
-        first: dict[str, nn.Module] = {}
-        outputs: list[tuple[str, Any]] = []
+        linear = ((m, n) for n, m in self.module.named_modules() if isinstance(m, nn.Linear))
+        names: dict[nn.Module, str] = dict(linear)
+        first: set[nn.Module] = set()
+        outputs: list[tuple[nn.Module, Any]] = []
 
-        def watch(name: str, module: nn.Module) -> Any:
-            def seen(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-                if inputs[0].data_ptr() == x.data_ptr() and inputs[0].shape == x.shape:
-                    first[name] = module
-                outputs.append((name, output))
+        def seen(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if inputs[0].data_ptr() == x.data_ptr() and inputs[0].shape == x.shape:
+                first.add(module)
+            outputs.append((module, output))
 
-            return module.register_forward_hook(seen)
-
-        products = {n: m for n, m in self.module.named_modules() if isinstance(m, nn.Linear)}
-        hooks = [watch(*product) for product in products.items()]
+        hooks = [module.register_forward_hook(seen) for module in names]
         y = run(self.module, x, state := State({}))
         for hook in hooks:
             hook.remove()
         self.states, self.step = state.parts, twin(self.module)
         self.step.forward = scans.one_token(self.step)
-        for name, module in first.items():
+        for module in first:
             self.first.append((module, place := Precomputed()))
-            self.step.set_submodule(name, place)
-        for name in {name for name, output in outputs if output is y} - first.keys():
-            self.last = products[name]
-            self.step.set_submodule(name, nn.Identity())
+            self.step.set_submodule(names[module], place)
+        for module in {module for module, output in outputs if output is y} - first:
+            self.last = module
+            self.step.set_submodule(names[module], nn.Identity())
         if self.scan.known:
             run(self.scan.forward, x, ScanState({}))
         return y
-
-    @property
-    def one_convolution(self) -> bool:
-        """Whether its columns are those of a single convolution, as a scan takes them to be."""
-        return [number for kind, number in self.states if kind == "conv"] == [0]
-
-    @property
-    def can_walk(self) -> bool:
-        """Whether its recurrence is the one of a walk, with states [b, H, K]."""
-        return self.walk.known and self.states["recurrent", 0].ndim == 3
 
     @property
     def kept(self) -> Parts:
         """What is kept of one row after one token."""
         if not self.scanned:
             return self.states
-        whole = {name: x for name, x in self.states.items() if name in WHOLE}
-        return self.scan.sizes | whole
+        return self.scan.sizes | {name: self.states[name] for name in self.states.keys() & BY_ROW}
 
 
 def _input(x: Any, state: State, node: int | None) -> Any:
@@ -354,19 +349,19 @@ def keeps_state(module: nn.Module) -> bool:
 
 
 def stepwise(module: Any) -> tuple[Any, tuple[Stepwise, ...]]:
-    """A causal LM's twin in which modules with states run over drafts, and what stands for them;
-    the LM itself, if it has none."""
+    """A causal LM's twin, in which modules with states run over drafts, and what stands for these.
+    Of an LM with states there is one twin."""
+    if module in _TWINS:
+        return _TWINS[module]
+    whole = twin(module)
     paths = [name for name, part in module.named_modules() if keeps_state(part)]
-    paths = [p for p in paths if not any(p.startswith(f"{whole}.") for whole in paths)]
-    if not paths:
-        return module, ()
-    if module not in _TWINS:
-        whole = twin(module)
-        parts = tuple(Stepwise(whole.get_submodule(path), i) for i, path in enumerate(paths))
-        for path, part in zip(paths, parts, strict=True):
-            whole.set_submodule(path, part)
+    paths = [p for p in paths if not any(p.startswith(f"{above}.") for above in paths)]
+    parts = tuple(Stepwise(whole.get_submodule(path), i) for i, path in enumerate(paths))
+    for path, part in zip(paths, parts, strict=True):
+        whole.set_submodule(path, part)
+    if parts:
         _TWINS[module] = whole, parts
-    return _TWINS[module]
+    return whole, parts
 
 
 _TWINS: WeakKeyDictionary[Any, tuple[Any, tuple[Stepwise, ...]]] = WeakKeyDictionary()
@@ -384,26 +379,18 @@ def _columns(parts: Sequence[Stepwise]) -> int:
     return max(part.states["conv", 0].shape[-1] for part in parts)
 
 
+def _by_row(parts: Sequence[Stepwise]) -> set[tuple[str, int]]:
+    """The names of what is kept once a row."""
+    return BY_ROW if parts[0].scanned else set()
+
+
 def state_bytes(parts: Sequence[Stepwise], room: int, refed: int) -> int:
     """Bytes of the states of a row, see `States`."""
-    kept = [(name, x.nbytes) for part in parts for name, x in part.kept.items()]
-    once = sum(size for name, size in kept if parts[0].scanned and name in WHOLE)
-    rest = sum(size for _, size in kept) - once
-    return once + rest * slots_kept(parts, room, refed) if parts else 0
-
-
-def spans(
-    start: int, stop: int, states: States, parts: Sequence[Stepwise]
-) -> Iterator[tuple[int, int, bool]]:
-    """The passes [first, last) that read the tokens from `start` to `stop`, and whether each reads
-    its tokens at once. The last `refed` tokens are not, since each must leave a state."""
-    continues, last = all(part.continues for part in parts), stop - states.refed
-    while start < last and (continues or not start):
-        first, start = start, min(start + PREFILL, last) if continues else last
-        yield first, start, True
-    while start < stop:
-        first, start = start, min(start + states.most, stop)
-        yield first, start, False
+    if not parts:
+        return 0
+    slots, by_row = slots_kept(parts, room, refed), _by_row(parts)
+    kept = ((name, x.nbytes) for part in parts for name, x in part.kept.items())
+    return sum(size if name in by_row else size * slots for name, size in kept)
 
 
 @torch.inference_mode()
@@ -419,10 +406,16 @@ def examine(
     device = next(parts[0].parameters()).device
     cache.aim(slice(0, 1), first_slot := torch.zeros(1, 1, dtype=torch.int64, device=device), 8)
     run(first_slot, 0)
-    scanned = all(part.scan.known and part.one_convolution for part in parts)
-    if device.type == "meta":
+    convolutions = ([i for kind, i in part.states if kind == "conv"] for part in parts)
+    scanned = all(part.scan.known for part in parts) and all(own == [0] for own in convolutions)
+
+    def together(on: bool) -> None:
         for part in parts:
-            part.scanned, part.walked = scanned, part.can_walk
+            part.scanned = on and scanned
+            part.walked = on and part.walk.known and part.states["recurrent", 0].ndim == 3
+
+    if device.type == "meta":
+        together(True)
         return
 
     def feed(first: int, last: int, start: int | None) -> tuple[Tensor, list[list[Tensor]]]:
@@ -441,10 +434,7 @@ def examine(
     (_, at_once), (logits, stepwise) = feed(5, 8, 5), feed(5, 8, None)
     for part, ours, theirs in zip(parts, at_once, stepwise, strict=True):
         part.continues = agree(ours, theirs)
-    for together in (True, False) if scanned or any(p.can_walk for p in parts) else ():
-        for part in parts:
-            part.scanned, part.walked = together and scanned, together and part.can_walk
-        states = cache.states = States(parts, 1, 7, 0, device)
-        feed(0, 5, 0)
-        if together and agree([feed(5, 8, None)[0]], [logits]):
-            break
+    together(True)
+    states = cache.states = States(parts, 1, 7, 0, device)
+    feed(0, 5, 0)
+    together(agree([feed(5, 8, None)[0]], [logits]))

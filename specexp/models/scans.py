@@ -174,12 +174,9 @@ def twin(module: Any) -> Any:
     """The same module with the same weights, in which parts can be replaced. What has no parts is
     shared, but for linear layers and norms: what a quantised one holds may have no copy."""
     shared = [*module.parameters(), *module.buffers(), getattr(module, "config", None)]
-    shared += [x for x in module.modules() if not [*x.children()] and not _is_plain(x)]
+    whole = (x for x in module.modules() if not [*x.children()])
+    shared += [x for x in whole if type(x) is not nn.Linear and "RMSNorm" not in type(x).__name__]
     return copy.deepcopy(module, {id(x): x for x in shared})
-
-
-def _is_plain(part: nn.Module) -> bool:
-    return type(part) is nn.Linear or "RMSNorm" in type(part).__name__
 
 
 def one_token(module: nn.Module) -> Any:

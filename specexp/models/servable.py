@@ -82,6 +82,7 @@ def check_config_json(described: dict[str, Any], source: str) -> None:
     no text) or code from a hub, before anything is built from it."""
     for path, value in fields(described):
         name, wrong = path.rpartition(".")[2], ""
+        most = next((most for names, most in MOST.items() if names.fullmatch(name)), math.inf)
         if "implementation" in path and isinstance(value, str):
             if re.search("[/:|]", value):
                 wrong = "kernels from a hub are never fetched: remove the field"
@@ -101,7 +102,7 @@ def check_config_json(described: dict[str, Any], source: str) -> None:
             wrong = "it must be a token id or a list of them"
         elif name in SIZES and isinstance(value, int | float) and value < 1:
             wrong = "it must be 1 or more"
-        elif (most := _most(name)) < max(_integers(value), default=0):
+        elif most < max(_integers(value), default=0):
             what = "layers" if re.fullmatch("n_layer|.*layers", name) else "of them"
             wrong = f"no model has more than {most:.0f} {what}"
         elif name == "transformers_weights" and not _holds_weights(value):
@@ -121,21 +122,15 @@ def few_tensors(what: str) -> Iterator[None]:
         if next(number) > TENSORS:
             raise UserError(f"{what}: none has more than {TENSORS:,} tensors")
 
-    hook = registered(made)
-    try:
+    with registered(made):
         yield
-    finally:
-        hook.remove()
 
 
 def _holds_weights(file: Any) -> bool:
-    return inside(file) and file.endswith((".safetensors", ".safetensors.index.json"))
-
-
-def inside(file: Any) -> bool:
-    """Whether this is the name of a file in a folder, and not a path to elsewhere. A link of that
-    name may lead anywhere: the caches of hubs consist of links."""
-    return isinstance(file, str) and Path(file).name == file and file != ".."
+    """Whether this is the name of a file of weights in a folder, and not a path to elsewhere. A
+    link of that name may lead anywhere: the caches of hubs consist of links."""
+    kinds = (".safetensors", ".safetensors.index.json")
+    return isinstance(file, str) and Path(file).name == file and file.endswith(kinds)
 
 
 def fields(described: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
@@ -143,14 +138,9 @@ def fields(described: dict[str, Any], within: str = "") -> Iterator[tuple[str, A
     `text_config.num_hidden_layers`."""
     for name, value in described.items():
         yield f"{within}{name}", value
-        listed = value if isinstance(value, list) else [value]
-        for part in listed:
+        for part in _list(value):
             if isinstance(part, dict):
                 yield from fields(part, f"{within}{name}.")
-
-
-def _most(name: str) -> float:
-    return next((most for names, most in MOST.items() if names.fullmatch(name)), math.inf)
 
 
 def _integers(value: Any) -> Iterator[int]:

@@ -10,7 +10,7 @@ import torch
 from conftest import tiny_llama
 from support import architectures, hybrids, peak_memory
 from support.tiny import module
-from transformers import AutoModelForCausalLM, DeepseekV3Config, FalconConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, FalconConfig, LlamaConfig
 
 from specexp import api, rules
 from specexp.api import resolve_device
@@ -145,7 +145,8 @@ LATENT = {
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
     "max_position_embeddings": 128,
 }  # fmt: skip
-ODD = {
+ATTENTION = {
+    "a key for two heads": LlamaConfig(**SHAPE, num_key_value_heads=2),
     "one key": FalconConfig(**SHAPE),
     "a key a head": FalconConfig(**SHAPE, multi_query=False),
     "a key a head, from fewer": FalconConfig(**SHAPE, new_decoder_architecture=True,
@@ -154,9 +155,9 @@ ODD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_kv_bytes_match_the_cache_of_odd_families(name):
-    net = of_module(AutoModelForCausalLM.from_config(ODD[name]))
+@pytest.mark.parametrize("name", ATTENTION)
+def test_kv_bytes_match_the_cache(name):
+    net = of_module(AutoModelForCausalLM.from_config(ATTENTION[name]))
     seqs = Sequences.of([[3] * 9] * 2, 4, slack=2)
     net.allocate(*seqs.tokens.shape)
     net.prefill(seqs, 0, 8)
@@ -352,8 +353,11 @@ def test_gpu_that_torch_cannot_use_goes_unmentioned(raised, why, tmp_path, monke
 def test_allocate_error_names_the_batch_that_fits(little):
     target = of_module(module())
     little(target.kv_bytes(1000))
-    with pytest.raises(UserError, match="a batch of at most 10, or fewer"):
+    said = r"batch 99 x 100 tokens needs .* GiB .* a batch of at most 10, or fewer tokens"
+    with pytest.raises(UserError, match=said):
         target.allocate(99, 100)
+    with pytest.raises(UserError, match="are free: use fewer tokens"):  # not even one row fits
+        target.allocate(99, 1001)
     target.allocate(10, 100)
 
 

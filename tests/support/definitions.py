@@ -149,7 +149,7 @@ def block_says(net, text: list[int], count: int) -> list[int]:
 
 @torch.no_grad()
 def medusa_says(net, text: list[int], count: int) -> list[int]:
-    return net(states(text, (2,))[-1]).argmax(-1).tolist()[:count]
+    return [int(head(states(text, (2,))[-1]).argmax(-1)) for head in net][:count]
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def parallel_says(net, text: list[int], count: int) -> list[int]:
 def law_after(kind: str, drafter, text: list[int], path: list[int]) -> torch.Tensor:
     """Log-probabilities [V] of the drafter after a path, without any cache."""
     if kind == "medusa":
-        return drafter.heads(states(text, (2,))[-1])[len(path)].log_softmax(-1)
+        return drafter.heads[len(path)](states(text, (2,))[-1]).log_softmax(-1)
     if kind.startswith("eagle"):
         return eagle_law(drafter.net, text, path)
     net = drafter.lm.module

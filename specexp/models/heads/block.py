@@ -20,7 +20,7 @@ from specexp.models.heads.borrowing import Borrowing
 from specexp.models.heads.dependence import Convolved, Markov, Selector
 from specexp.models.heads.eagle import LAYER
 from specexp.models.heads.layouts import Head
-from specexp.models.lm import Network, among_all, as_operations
+from specexp.models.lm import Network, as_operations
 from specexp.models.servable import cache_name
 from specexp.ops import op
 from specexp.tree import Branches
@@ -144,21 +144,18 @@ class Block(Borrowing):
         self.shape, self.config = shape, shape.layers
         self.borrowed = (embed, lm_head)
         E, V, eps = self.config.hidden_size, self.config.vocab_size, self.config.rms_norm_eps
+        L = self.config.num_hidden_layers
         self.fc = nn.Linear(len(shape.taps) * E, E, bias=False)
         self.hidden_norm = qwen3.Qwen3RMSNorm(E, eps)
-        self.layers = nn.ModuleList(
-            qwen3.Qwen3DecoderLayer(self.config, i) for i in range(self.config.num_hidden_layers)
-        )
+        layers: list[Any] = [qwen3.Qwen3DecoderLayer(self.config, i) for i in range(L)]
+        self.kept = cache_name(layers[0])
+        if shape.kernel:
+            layers = [Convolved(each, shape.kernel, shape.group, shape.block) for each in layers]
+        self.layers = nn.ModuleList(layers)
         self.norm = qwen3.Qwen3RMSNorm(E, eps)
         self.rotary = qwen3.Qwen3RotaryEmbedding(self.config)
-        self.kept = cache_name(self.layers[0])
-        if shape.kernel:
-            self.layers = nn.ModuleList(
-                Convolved(layer, shape.kernel, shape.group, shape.block) for layer in self.layers
-            )
         if shape.draft_vocab:
-            self.lm_head = nn.Linear(E, shape.draft_vocab, bias=False)
-            self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
+            self.own_head(shape.draft_vocab)
         if shape.candidates:
             self.candidate_selector = Selector(V, E, shape.rank, shape.candidates)
         elif shape.rank:
@@ -198,12 +195,6 @@ class Block(Borrowing):
         head = self.lm_head if self.shape.draft_vocab else self.borrowed[1]
         logits = head(hidden) * self.shape.scale
         return (logits / self.shape.cap).tanh() * self.shape.cap if self.shape.cap else logits
-
-    def among_all(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] by those [..., draft_vocab or V] of the tokens it can draft."""
-        if not self.shape.draft_vocab:
-            return logits
-        return among_all(logits, self.draft_ids, self.config.vocab_size)
 
     def corrected(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
         """Logits [..., n] of the first n tokens, from those of a place after tokens `before` [...],

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specexp.models.lm import LM, Network
+from specexp.models.lm import LM, Network, among_all
 
 
 class Borrowing(nn.Module):
     """Has `borrowed`, the target's embedding and LM head, in a tuple, which hides them: not to be
-    trained, moved or saved. `d2t` [draft_vocab]: of each row of its own LM head, the target's id
-    minus the row's index; missing if it has none."""
+    trained, moved or saved."""
 
     d2t: Tensor
+    lm_head: nn.Linear
     config: Any
     shape: Any
     borrowed: tuple[Any, ...]
@@ -27,12 +27,24 @@ class Borrowing(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
+    def own_head(self, draft_vocab: int) -> None:
+        """Give it an LM head of its own. `d2t` [draft_vocab]: of each row of that head, the
+        target's id minus the row's index."""
+        self.lm_head = nn.Linear(self.config.hidden_size, draft_vocab, bias=False)
+        self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.int64))
+
     @property
     def draft_ids(self) -> Tensor:
         """[draft_vocab or V] the target's ids of the tokens it can draft."""
         if not hasattr(self, "d2t"):
             return torch.arange(self.config.vocab_size, device=self.device)
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def among_all(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] by those [..., draft_vocab or V] of the tokens it can draft."""
+        if not hasattr(self, "d2t"):
+            return logits
+        return among_all(logits, self.draft_ids, self.config.vocab_size)
 
 
 def lm_of(net: Any, target: LM, network: Callable[[Any, str, int], Network]) -> LM:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specexp.models.heads.borrowing import Borrowing
-from specexp.models.lm import Network, Unfused, among_all, product
+from specexp.models.lm import Network, Unfused, product
 from specexp.models.servable import cache_name
 from specexp.ops import op
 
@@ -86,8 +86,6 @@ class Eagle(Borrowing):
     features as `hidden_states[-1]` [B, n, E], and logits [B, n, V], or those of the last
     `logits_to_keep` positions; tokens outside the draft vocabulary get -inf."""
 
-    layers: Any  # of EAGLE-1 its only one, of P-EAGLE those after the first
-
     def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
         from transformers.models.llama.modeling_llama import (
             LlamaDecoderLayer,
@@ -99,7 +97,7 @@ class Eagle(Borrowing):
         self.shape, self.config = shape, shape.layer
         self.borrowed = (embed, lm_head)
         self.rotary = LlamaRotaryEmbedding(self.config)
-        E, eps = self.config.hidden_size, self.config.rms_norm_eps
+        E, eps, L = self.config.hidden_size, self.config.rms_norm_eps, self.config.num_hidden_layers
         if shape.fused:
             wide = len(shape.taps) * E
             if "norm_before_fc" in shape.norms:
@@ -109,15 +107,12 @@ class Eagle(Borrowing):
             self.fc = nn.Linear(wide, E, bias=shape.fc_bias)
             self.midlayer = Layer(self.config, True)
             self.norm = LlamaRMSNorm(E, eps)
-            self.lm_head = nn.Linear(E, shape.draft_vocab, bias=False)
-            self.register_buffer("d2t", torch.zeros(shape.draft_vocab, dtype=torch.int64))
+            self.own_head(shape.draft_vocab)
             if shape.kind == "peagle":
                 self.mask_hidden = nn.Parameter(torch.zeros(1, 1, wide))
-            if deeper := range(1, self.config.num_hidden_layers):
-                self.layers = nn.ModuleDict(
-                    {str(i): LlamaDecoderLayer(self.config, i) for i in deeper}
-                )
-                self.kept = cache_name(self.layers["1"])
+            deeper = (LlamaDecoderLayer(self.config, i) for i in range(1, L))
+            self.layers = nn.ModuleList([nn.Identity(), *deeper])  # in the place of `midlayer`
+            self.kept = cache_name(self.layers[-1])
         else:
             self.fc = nn.Linear(2 * E, E, bias=shape.fc_bias)
             self.layers = nn.ModuleList([Layer(self.config, False)])
@@ -125,7 +120,7 @@ class Eagle(Borrowing):
     @property
     def deeper(self) -> list[nn.Module]:
         """The layers after the first, of P-EAGLE."""
-        return [*self.layers.values()] if self.config.num_hidden_layers > 1 else []
+        return list(self.layers)[1:]
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's states [..., taps*E] as features [..., E], which the first pass reads."""
@@ -173,9 +168,7 @@ class Eagle(Borrowing):
         cache: Any = None, logits_to_keep: int = 0, **_: Any,
     ) -> SimpleNamespace:  # fmt: skip
         features = self.features(input_ids, features, position_ids, attention_mask, cache)
-        logits = self.draft_logits(features[:, -logits_to_keep:])
-        if self.shape.fused:
-            logits = among_all(logits, self.draft_ids, self.config.vocab_size)
+        logits = self.among_all(self.draft_logits(features[:, -logits_to_keep:]))
         return SimpleNamespace(logits=logits, hidden_states=(features,))
 
 

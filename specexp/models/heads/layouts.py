@@ -66,7 +66,8 @@ class Head:
     def norms(self) -> tuple[str, ...]:
         """The NORMS that are on, by the config itself or its `eagle_config` (ModelOpt). One that
         neither mentions is off, as in the `speculators` package."""
-        return tuple(n for n in NORMS if self.config.get(n, self._nested.get(n)))
+        nested = self._part("eagle_config")
+        return tuple(n for n in NORMS if self.config.get(n, nested.get(n)))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ class Head:
         assumption costs only acceptance. So does state L, which vLLM takes before the target's last
         norm and transformers after it. States are fused in the order of the layers, not of the
         list."""
-        own, nested = self.config.get(TAPS), self._nested.get(TAPS)
+        own, nested = self.config.get(TAPS), self._part("eagle_config").get(TAPS)
         listed = self._numbers(TAPS, own or nested or [])
         layers = not own and min(listed, default=0) == 1
         return tuple(sorted(t + layers for t in listed))
@@ -107,20 +108,18 @@ class Head:
 
     def block_setting(self, name: str, default: Any = None) -> Any:
         """A setting of a block drafter: of its `dflash_config`, or of the config itself."""
-        nested = self.config.get("dflash_config")
-        value = nested.get(name) if isinstance(nested, dict) else None
-        value = self.config.get(name) if value is None else value
-        return default if value is None else value
+        named = (part.get(name) for part in (self._part("dflash_config"), self.config))
+        return next((value for value in named if value is not None), default)
 
     def _numbers(self, field: str, listed: Any) -> tuple[int, ...]:
         if not isinstance(listed, list) or not all(type(t) is int for t in listed):
             raise UserError(f"{self.source}: config.json has {listed} for {field}; give numbers")
         return tuple(listed)
 
-    @property
-    def _nested(self) -> dict[str, Any]:
-        nested = self.config.get("eagle_config")
-        return nested if isinstance(nested, dict) else {}
+    def _part(self, name: str) -> dict[str, Any]:
+        """The settings under this name, if there are any."""
+        part = self.config.get(name)
+        return part if isinstance(part, dict) else {}
 
 
 def hub(source: str) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,8 +23,8 @@ class ResBlock(nn.Module):
 class Medusa(nn.ModuleList):
     """Head k predicts the token k + 1 places after the one the target's own head predicts.
 
-    (Cai et al. 2024, section 2.1.) hidden [..., E]: the state the target's LM head reads; returns
-    logits [heads, ..., V]."""
+    (Cai et al. 2024, section 2.1.) A head takes the state [..., E] that the target's LM head reads,
+    and returns logits [..., V]."""
 
     def __init__(self, heads: int, layers: int, width: int, vocab: int) -> None:
         def head() -> nn.Sequential:
@@ -40,11 +39,8 @@ class Medusa(nn.ModuleList):
         """The output matrix [V, E] of each head."""
         return [p for name, p in self.named_parameters() if "linear" not in name]
 
-    def logits(self, k: int, hidden: Tensor, vocab: int | None = None) -> Tensor:
-        """Logits [..., V] of head k alone, optionally of the first `vocab` tokens."""
+    def logits(self, k: int, hidden: Tensor, vocab: int) -> Tensor:
+        """Logits [..., vocab] of head k for the first `vocab` tokens."""
         head: Any = self[k]
         x = head[:-1](hidden.reshape(-1, hidden.shape[-1]))
         return product(x, head[-1].weight[:vocab], None).view(*hidden.shape[:-1], -1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.stack([self.logits(k, hidden) for k in range(len(self))])
