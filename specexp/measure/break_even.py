@@ -107,9 +107,7 @@ def round_tokens(samples: pd.DataFrame, gamma: int) -> Interval:
     """Mean tokens of a round of gamma draft tokens, with its interval over prompts. samples: rows
     of `one_pairing.acceptance` with at least gamma draft tokens a round."""
     kept = [sum(n * min(k, gamma) for k, n in enumerate(r.histogram)) for r in samples["record"]]
-    accepted, passes = summaries.units(samples.assign(kept=kept), "kept", "passes")
-    value = statistics.ratio(accepted, passes, accepted + passes)
-    return value._replace(high=min(value.high, gamma)).plus(1)
+    return summaries.length(samples.assign(accepted=kept, gamma=gamma))
 
 
 def break_even_batch(costs: Costs, gamma: int, tokens: float, context: float) -> float:

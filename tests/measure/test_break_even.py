@@ -198,6 +198,15 @@ def test_no_round_yields_more_tokens_than_gamma_allows():
         assert value < high <= gamma + 1
 
 
+@pytest.mark.parametrize("gamma", [1, 2])
+def test_tokens_of_a_round_have_the_interval_of_every_acceptance_length(gamma):
+    """Where no token was accepted, the next may be."""
+    none = accepted((5, 0, 0), (4, 0, 0), (6, 0, 0))
+    tokens = break_even.round_tokens(none, gamma)
+    assert (tokens.low, tokens.value) == (1, 1)
+    assert tokens.high == summaries.length(none).high > 1
+
+
 def test_predictions_are_of_the_draft_tokens_that_were_made_and_the_table_of_all():
     """Of a lookup that drafts fewer: the table's own costs stay what they are."""
     table = planted(token=1e-3)
