@@ -30,6 +30,7 @@ GROUPS = frozenset((
 def headline(result: Path) -> str:
     """What one result answers, with intervals, on one line."""
     record = results.load(result / results.RESULT)
+    record["tags"] = record.get("tags", {}) | results.read(result / results.TAGS)
     return ", ".join(brief for brief, _ in mlflow_view.answers(record, drift(result, record)))
 
 

@@ -1,6 +1,8 @@
 """A timing that cannot be is never taken for a result: metrics, answers, figures, tables and pages
 say so, by one check."""
 
+import json
+
 import pandas as pd
 import pytest
 from support.questions import PROMPTS
@@ -60,6 +62,16 @@ def test_a_timing_that_cannot_be_is_marked_wherever_it_is_read(planted, store):
     assert ("Fastest: x" in title(figures.runs.rate_and_speedup(runs))) == calm
     [run] = report.of("mine")
     assert ("a doubtful timing" in report.answer([run])) != calm
+
+
+@pytest.mark.parametrize("together", ["yes", "no"])
+def test_a_finished_point_says_that_others_ran_beside_it(store, together):
+    metrics = {"speedup/measured": 2.0, "speedup/ci_low": 1.9, "speedup/ci_high": 2.1}
+    track.log("mine", {"drafter": "x"}, metrics, tags=IDLE)
+    [result] = results.listed("results")
+    tags = json.loads((result / results.TAGS).read_text())
+    (result / results.TAGS).write_text(json.dumps(tags | {"together": together}))
+    assert ("(doubtful)" in compare.headline(result)) == (together == "yes")
 
 
 def test_a_sweep_is_doubtful_if_any_draft_length_is(latency):
