@@ -101,7 +101,7 @@ def test_attention_over_heads_that_outgrow_a_card_is_refused(dtype, fits):
     cache.aim(slice(0, 1), slots, 8)
     info = AttentionInfo(cache, None, slots, cache.kinds[0])
     q, keys = torch.randn(1, 2, 1, 512).to(dtype), torch.randn(1, 1, 8, 512).to(dtype)
-    run, _ = ops.OPS[fused.attention].kernels["cuda"]
+    run = ops.kernels_of(torch.device("cuda")).kernels[fused.attention]
     assert (run(q, keys, keys, info, 0.1) is not NotImplemented) == fits
 
 
