@@ -641,7 +641,7 @@ TIME = {
 @pytest.fixture
 def case(tmp_path, tiny_folders, monkeypatch):
     (tmp_path / "library.so").write_bytes(b"1")
-    library = SimpleNamespace(files={"passes": SimpleNamespace(_name=tmp_path / "library.so")})
+    library = SimpleNamespace(files=[tmp_path / "library.so"])
     monkeypatch.setattr(build, "_loaded", lambda: library)
     monkeypatch.setattr(build, "uncompiled", list)
     monkeypatch.setattr(build, "compiler", lambda: "c++")
