@@ -133,7 +133,8 @@ class Engine:
     def law(self, seen: Forward) -> Tensor:
         """What the rule reads of a pass [B, N, V]: distributions, or logits if their argmax is
         enough."""
-        enough = isinstance(self.rng, Certain) and self.rule.samples
+        shipped = type(self.sampling) is Sampling  # another may have a law of its own
+        enough = isinstance(self.rng, Certain) and self.rule.samples and shipped
         return seen.logits if enough else self.sampling.law(seen.logits)
 
     def stage(self, name: str, run: Callable[..., T], *args: Any) -> T:

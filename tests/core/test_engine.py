@@ -20,6 +20,7 @@ from support.tiny import (
     SHAPES,
     TREES,
     Alphabet,
+    Even,
     NoHostReads,
     V,
     draft_module,
@@ -91,6 +92,14 @@ def test_early_exit_rejects_model_without_a_list_of_layers():
 def test_sampled_text_under_match_is_that_of_plain_decoding(kind, tree):
     made = engine(kind, tree, "match", temperature=0.9, seed=5)
     assert made.generate(PROMPTS, NEW).tokens == made.plain().generate(PROMPTS, NEW).tokens
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_law_of_a_class_of_ones_own_decides(rule, temperature):
+    made = Engine.of(engine("ngram", "chain", rule), sampling=Even(temperature))
+    for row in made.generate(PROMPTS, NEW).tokens:
+        assert not any(token % 2 for token in row)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from conftest import also, one_in, tiny_llama
 from support import architectures
 from support.gpu_kernels import calls
 from support.references import interpreted, references
-from support.tiny import DRAFTERS, PROMPTS, engine
+from support.tiny import DRAFTERS, PROMPTS, Even, engine
 from test_fused import fails, made, passed, unfused
 from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -175,14 +175,6 @@ def test_weights_that_are_nan_draw_no_token_outside_the_vocabulary():
             drawn.append(judged(draft, Forward(p), made).new)
     for tokens in drawn:
         assert ((tokens >= 0) & (tokens < V)).all()
-
-
-class Even(Sampling):
-    """Even tokens only."""
-
-    def law(self, logits):
-        odd = torch.arange(logits.shape[-1]) % 2 == 1
-        return super().law(logits.masked_fill(odd, -torch.inf))
 
 
 @pytest.mark.interpreter

@@ -254,6 +254,14 @@ def processed(made: Engine, **config: object) -> Engine:
 
 
 @torch.no_grad()
+class Even(Sampling):
+    """Even tokens only."""
+
+    def law(self, logits):
+        odd = torch.arange(logits.shape[-1]) % 2 == 1
+        return super().law(logits.masked_fill(odd, -torch.inf))
+
+
 def slowly(net, prompt: list[int], count: int) -> list[int]:
     """Greedy text by the unmodified model, the whole text every time, no cache."""
     text = list(prompt)
