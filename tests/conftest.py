@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -153,7 +154,8 @@ def pytest_collection_modifyitems(config, items):
         name: importlib.util.find_spec(name) is not None
         for name in ("speculators", "ray", "torchao", "triton")
     }
-    there["interpreter"] = there["triton"] and not there["cuda"]
+    there["interpreter"] = not there["cuda"] and _is_installed("triton", 3, 7)
+    there["mtp"] = _is_installed("transformers", 5, 20)
     gone = [
         item
         for item in items
@@ -162,6 +164,15 @@ def pytest_collection_modifyitems(config, items):
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in gone]
+
+
+def _is_installed(package: str, *least: int) -> bool:
+    """Whether a package is installed, in this version (major, minor) or a newer one."""
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, found.split(".")[:2])) >= least
 
 
 def _compiler() -> bool:

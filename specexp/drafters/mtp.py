@@ -90,6 +90,11 @@ def check(config: Any, target: str, folder: str) -> None:
     own = _with_layers(config)
     if own is None:
         raise UserError(f"{target} has no layer for multi-token prediction: use another drafter")
+    if not hasattr(MtpModel, "get_mtp_weights_regex"):
+        raise UserError(
+            "layers for multi-token prediction need transformers 5.20 or newer, and here is "
+            f"{transformers.__version__}: pip install -U transformers, or use another drafter"
+        )
     kinds = {*(getattr(own, "mtp_layer_types", None) or [FULL])}
     if kinds != {FULL}:
         raise UserError(

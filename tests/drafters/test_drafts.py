@@ -37,9 +37,10 @@ from specexp.sequences import Sequences
 from specexp.tree import Tree
 
 KINDS = ["medusa", "eagle", "eagle3"]
+MTP = pytest.param("mtp", marks=pytest.mark.mtp)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "peagle", "mtp", *BLOCKS, "parallel"])
+@pytest.mark.parametrize("kind", [*KINDS, "peagle", MTP, *BLOCKS, "parallel"])
 def test_draft_tokens_match_the_definition_every_round(kind):
     """Ragged rows, accepted runs of every length; some draft tokens are accepted by luck alone, so
     the text is steered: what the drafter proposes is accepted as often as the toss of a coin

@@ -16,6 +16,7 @@ from specexp.errors import UserError
 from specexp.measure.exactness import certify
 from specexp.zoo import shelf
 
+pytestmark = pytest.mark.mtp
 SMALL = {
     "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": CONTEXT,
@@ -178,6 +179,13 @@ def test_targets_without_such_a_layer_are_refused_before_they_are_loaded(saved):
         load(folder)
     with pytest.raises(UserError, match="has sliding_attention, which is not run here: use anoth"):
         mtp.check(MellumConfig(num_nextn_predict_layers=1), "mellum", "")
+
+
+def test_transformers_that_cannot_load_such_a_layer_is_refused(saved, monkeypatch):
+    folder, _ = saved("qwen3_5")
+    monkeypatch.delattr(MtpModel, "get_mtp_weights_regex")
+    with pytest.raises(UserError, match=r"need transformers 5\.20 or newer, and here is 5\."):
+        load(folder)
 
 
 def test_missing_tensor_of_the_layer_is_one_line(saved):

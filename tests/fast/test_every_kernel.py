@@ -28,6 +28,7 @@ WHOLE = {
 }  # fmt: skip
 WITH_GPU = torch.cuda.is_available()
 SEEDS = {"cpu": 400, "cuda": 30, "interpreted": 30}  # of a GPU most are compiled anew
+MARKS = {"cuda": "cuda", "interpreted": "interpreter"}
 HANDED_OVER = (  # by modules
     cache.store, lighter.rotate, lighter.rms_norm, lighter.gated, fused.attention, lm.product,
 )  # fmt: skip
@@ -52,7 +53,8 @@ def registered() -> list[object]:
             if call in WHOLE or kernel not in op.kernels:
                 continue
             if how == "interpreted" or op.kernels[kernel][1](torch.device(kernel)):
-                name, marks = f"{call.__qualname__}-{how}", [pytest.mark.cuda] * (how == "cuda")
+                marks = [getattr(pytest.mark, MARKS[how])] if how in MARKS else []
+                name = f"{call.__qualname__}-{how}"
                 cases.append(pytest.param(call, kernel, how, id=name, marks=marks))
     return cases
 

@@ -28,6 +28,7 @@ from specexp.fast.cpu.passes import Native
 from specexp.fast.fused import Fused, fastest_agreeing
 from specexp.models.lm import LM, Unfused, shorten_head
 from specexp.models.load import of_module
+from specexp.models.servable import cache_name
 from specexp.sequences import Sequences
 from specexp.tree import Branches, Tree
 
@@ -86,7 +87,7 @@ def made(name: str, dtype: torch.dtype = torch.float64):
 
 def unfused(net) -> LM:
     lm = of_module(net, "as it is")
-    lm.net = Unfused(net)
+    lm.net = Unfused(net, kept=cache_name(net))
     return lm
 
 

@@ -25,6 +25,7 @@ from specexp.measure.prompts import Prompt
 from specexp.models import int8, load, memory
 from specexp.models.heads import layouts
 from specexp.models.lm import Unfused
+from specexp.models.servable import cache_name
 from specexp.sequences import Sequences
 from specexp.tree import Tree
 from specexp.zoo.heads import train_heads
@@ -185,7 +186,7 @@ def test_fused_int8_pass_matches_module_and_shares_weights(tiny_folders):
     assert places[0] == places[1] == made.net.layers[1].qkv.qdata.untyped_storage().data_ptr()
     seqs = Sequences.of([[3, 1, 2], [5]], 4, slack=3)
     logits = []
-    for net in (made.net, Unfused(made.module)):
+    for net in (made.net, Unfused(made.module, kept=cache_name(made.module))):
         made.net = net
         made.allocate(*seqs.tokens.shape)
         made.prefill(seqs, 0, 2)
