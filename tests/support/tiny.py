@@ -253,7 +253,6 @@ def processed(made: Engine, **config: object) -> Engine:
     return Engine.of(made, target=target.apart(process=process))
 
 
-@torch.no_grad()
 class Even(Sampling):
     """Even tokens only."""
 
@@ -262,6 +261,7 @@ class Even(Sampling):
         return super().law(logits.masked_fill(odd, -torch.inf))
 
 
+@torch.no_grad()
 def slowly(net, prompt: list[int], count: int) -> list[int]:
     """Greedy text by the unmodified model, the whole text every time, no cache."""
     text = list(prompt)
