@@ -33,6 +33,9 @@ from typing import Any, NoReturn
 
 import psutil
 
+# What every model of transformers imports, in seconds. With it comes torchao where it is installed,
+# which asks a GPU what it can do, and CUDA does not survive a fork.
+MODELS = "transformers.modeling_layers"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -49,6 +52,9 @@ def main(control: int, folder: str, modules: Collection[str]) -> None:
         for name in modules:
             with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
+        if (torch := sys.modules.get("torch")) and not torch.backends.cuda.is_built():
+            with contextlib.suppress(Exception):
+                importlib.import_module(MODELS)
     if threading.active_count() > 1:
         sys.exit(f"an import started {threading.enumerate()[1].name}, which a fork would lack")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that workers leave no zombies
