@@ -21,10 +21,12 @@ def fails() -> dict:
 
 
 def test_row_that_fails_stops_the_next(tmp_path):
-    rows = Rows(tmp_path / "gpu_smoke.json")
+    rows = Rows(tmp_path / "gpu_smoke.json", {"device": "a card"})
     rows.add("first", fails)
     rows.add("second", lambda: {"ms": 2.0})
-    first, second = json.loads(rows.file.read_text())["rows"]
+    report = json.loads(rows.file.read_text())
+    assert report["machine"] == {"device": "a card"}
+    first, second = report["rows"]
     assert (first["ok"], first["error"]) == (False, "RuntimeError: an illegal instruction")
     assert "in fails" in first["traceback"]
     assert (second["ok"], second["ms"]) == (True, 2.0)
@@ -57,7 +59,7 @@ def test_stage_without_a_row_is_right(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("code", "right"), [(0, True), (1, True), (2, False), (5, False)])
 def test_interrupted_tests_are_right(tmp_path, monkeypatch, code, right):
-    rows = Rows(tmp_path / "gpu_exactness.json")
+    rows = Rows(tmp_path / "gpu_exactness.json", {})
 
     def run(command, **_):
         case = '<testcase classname="tests.test_gpu" name="a" time="1"/>'
@@ -106,7 +108,7 @@ def test_weights_that_do_not_fit_stop_smaller_ones(tmp_path, monkeypatch):
     made = SimpleNamespace(from_config=lambda config: torch.nn.Identity())
     monkeypatch.setattr(stages, "AutoModelForCausalLM", made)
     monkeypatch.setattr(stages, "PASSES", [])
-    rows = Rows(tmp_path / "gpu_passes.json")
+    rows = Rows(tmp_path / "gpu_passes.json", {})
     stages.passes(rows, torch.device("cpu"))
     large, small, between = rows.rows
     assert [row["ok"] for row in (small, between)] == [True, False]
@@ -126,7 +128,7 @@ def test_streams_and_training_have_no_figures(tmp_path, monkeypatch):
     texts = prompts.load("all", limit=4)
     found = stages.served_at(2, pair, ["plain", "always:2"], [], texts)["rates"]
     assert [row["policy"] for row in found] == ["plain", "always:2"]
-    rows = Rows(tmp_path / "gpu_training.json")
+    rows = Rows(tmp_path / "gpu_training.json", {})
     assert stages.trained("medusa", rows, torch.device("cpu"), quick=True)["folder"]
     assert all(row["training/loss"] > 0 for row in rows.rows)
     assert rows.rows
@@ -139,7 +141,7 @@ def test_pair_drawn_on_the_device_has_no_figures(tmp_path, monkeypatch):
         monkeypatch.setitem(twins.SHAPES, params, replace(twins.SHAPES[params], **few))
     monkeypatch.setattr(stages, "NEW", 8)
     monkeypatch.setattr(stages, "STREAMS", [2])
-    rows = Rows(tmp_path / "gpu_pair.json")
+    rows = Rows(tmp_path / "gpu_pair.json", {})
     stages.pair(rows, torch.device("cpu"))
     assert [row.get("error") for row in rows.rows] == [None] * 10
     assert [row["name"].startswith("1B: ") for row in rows.rows] == [False] * 5 + [True] * 5

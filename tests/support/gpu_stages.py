@@ -76,10 +76,10 @@ PASSES = [(B, n, S) for B in (1, 8, 32) for n in (1, 6) for S in (256, 4096)]
 
 
 class Rows:
-    """What a stage has learned so far, in a file that is whole at any time."""
+    """What a stage has learned so far on a machine, in a file that is whole at any time."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.rows = file, list[dict[str, Any]]()
+    def __init__(self, file: Path, machine: dict[str, Any]) -> None:
+        self.file, self.machine, self.rows = file, machine, list[dict[str, Any]]()
 
     def add(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
         """A row of what `run` returns, or of why it did not."""
@@ -95,7 +95,8 @@ class Rows:
 
     def keep(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        files.write(self.file, json.dumps({"rows": self.rows}, indent=1))
+        report = {"machine": self.machine, "rows": self.rows}
+        files.write(self.file, json.dumps(report, indent=1))
 
 
 def failed(e: Exception) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def failed(e: Exception) -> dict[str, Any]:
 
 def smoke(rows: Rows, device: torch.device) -> None:
     """Does each family load, and does each drafter's round run and give the target's text?"""
-    rows.add("machine", partial(machine, device))
+    rows.add("copy", partial(copy_rate, device))
     for family in FAMILIES:
         for dtype in (torch.float32, torch.bfloat16):
             rows.add(f"{family} in {str(dtype)[6:]}", partial(loads, family, dtype, device))
@@ -116,12 +117,11 @@ def smoke(rows: Rows, device: torch.device) -> None:
             rows.add(f"{drafter} at {temperature}", partial(speaks, drafter, temperature, device))
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def copy_rate(device: torch.device) -> dict[str, Any]:
     copy, copied = roofline.copying(device)
     turns = interleave.time_in_turns({"copy": copy}, range(10), device, "copy", lead=1)
-    about = suites.about(device, torch.bfloat16)
     gb_s = 1e-9 * copied / interleave.median_s(turns["copy"])
-    return about | {"kernels": ops.state(device), "copy_gb_s": gb_s}
+    return {"kernels": ops.state(device), "copy_gb_s": gb_s}
 
 
 def loads(family: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -397,7 +397,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.inside:
         file = options.out / f"gpu_{names[0]}.json"
-        rows, device = Rows(file), torch.empty(0, device=options.device).device  # with its number
+        device = torch.empty(0, device=options.device).device  # with its number
+        rows = Rows(file, suites.about(device, torch.bfloat16))
         try:
             STAGES[names[0]](rows, device)
         except Exception as e:

@@ -71,14 +71,14 @@ def results() -> str:
     """README: the setting, one row for each of some drafters, and what happens under load."""
     file, table = load("drafters"), drafters().set_index("drafter")
     params = file["params"]
-    judged, machine = stages("pair")["round"], stages("smoke")["machine"]["where"]
+    judged = stages("pair")["round"]
     head = (
         f"Greedy decoding of one stream: `{params['target']}` on {file['device']}, "
         f"{params['gamma']} draft tokens, {params['limit']} prompts "
         "([data](data/measurements/drafters.json)). "
         "A *plain step* is the time of a token of plain decoding. Lookups (`suffix`, `ngram`) copy "
         "earlier text and often draft fewer tokens than they may. The last row is on an "
-        f"{' '.join(machine.split()[:2])}, with {judged['gamma']} draft tokens and "
+        f"NVIDIA {gpu_of('pair')}, with {judged['gamma']} draft tokens and "
         f"{judged['texts']} prompts, too few for an interval; its weights are random, so only its "
         "costs are those of a real pair ([data](data/measurements/gpu_pair.json)).\n"
     )
@@ -129,6 +129,12 @@ def stages(name: str) -> dict[str, Any]:
     return {row["name"]: row for row in load(f"gpu_{name}")["rows"]}
 
 
+def gpu_of(stage: str) -> str:
+    """Its model, as in "H100". The first files of stages name it in that of smoke alone."""
+    machine = load(f"gpu_{stage}").get("machine") or stages("smoke")["machine"]
+    return str(machine["device"]).removeprefix("NVIDIA ").split()[0]
+
+
 def verifying() -> pd.DataFrame:
     """What a pass over six tokens takes, in passes over one, by batch; on the GPU and the CPU."""
     passes, batches = stages("passes"), (1, 8, 32)
@@ -136,7 +142,7 @@ def verifying() -> pd.DataFrame:
     for slots in (256, 4096):
         for B in batches:
             one, six = (passes[f"8B: {B} x {n} tokens, {slots} slots"]["ms"] for n in (1, 6))
-            rows.append((f"H100, 8B shape, {slots:,} slots", B, six / one))
+            rows.append((f"{gpu_of('passes')}, 8B shape, {slots:,} slots", B, six / one))
     costs = load("load_aware")["costs"]
     at, slots = costs["gammas"].index(5), costs["contexts"].index(256)
     for B in batches:
@@ -171,7 +177,8 @@ def gpu_row() -> str:
         "speedup/measured": pair["round"]["speedup"]["measured"]["value"],
     }  # fmt: skip
     layers = pair["weights"]["draft"]
-    return row(pd.Series(run), f"8B shape on the H100, drafting with {layers} of its layers")
+    where = f"8B shape on the {gpu_of('pair')}, drafting with {layers} of its layers"
+    return row(pd.Series(run), where)
 
 
 def gpu() -> str:
@@ -186,7 +193,7 @@ def gpu() -> str:
         if r["policy"] == "always:4"
     )
     return (
-        f"On the H100 (bfloat16), a token takes {one['ms']:.1f} ms "
+        f"On the {gpu_of('passes')} (bfloat16), a token takes {one['ms']:.1f} ms "
         f"({one['of_copy']['value']:.0%} of memory-copy bandwidth). The 8B pair runs at "
         f"{assisted:.1f}x transformers' assisted generation, but at "
         f"{loss[loss.index.max()]:.2f}x plain decoding in a batch of {loss.index.max()}; the "
@@ -420,7 +427,7 @@ def by_batch(passes: pd.DataFrame, speedups: pd.DataFrame) -> Figure:
         looks = style.marks([*passes["arm"].unique(), *speedups["arm"].unique()])
         sides = (
             (passes, "steps", "pass over 6 tokens / over 1"),
-            (speedups, "value", "speedup of the 8B shape, H100"),
+            (speedups, "value", f"speedup of the 8B shape, {gpu_of('pair')}"),
         )
         for axes, (table, column, label) in zip(both, sides, strict=True):
             axes.axhline(1, color=style.PLAIN, lw=1.5)
@@ -435,7 +442,7 @@ def by_batch(passes: pd.DataFrame, speedups: pd.DataFrame) -> Figure:
         batch = speedups["batch"].max()
         style.title(
             figure,
-            f"From one stream to {batch} on an H100, {', '.join(said)}",
+            f"From one stream to {batch} on the {gpu_of('pair')}, {', '.join(said)}",
             "Left: time of a pass. Right: a prompt per stream, random weights; too few repeats for "
             "intervals",
         )
