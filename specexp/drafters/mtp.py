@@ -44,7 +44,7 @@ class Mtp(Borrowing):
         super().__init__()
         self.config = copy.copy(model.config)
         self.config.num_hidden_layers = 1
-        self.shape = EagleShape("mtp", self.config, self.config.vocab_size, taps)
+        self.shape = EagleShape("mtp", self.config, 0, taps)
         self.layer = model.layers[0]
         model.layers = model.layers[:1]  # the others are not held in memory
         self.norm = model.shared_post_norm if model.use_shared_post_norm else nn.Identity()

@@ -77,7 +77,7 @@ def shape_of(head: Head) -> BlockShape:
             raise UserError(f"{subject} with {name} {value}, which is not run here")
     if (kind := setting("markov_head_type", "vanilla")) not in ("vanilla", "gated"):
         raise UserError(f"{subject} with a Markov head of type {kind}, which is not run here")
-    if head.file.with_name("mask_embedding.pt").exists():
+    if (head.folder / "mask_embedding.pt").exists():
         raise UserError(f"{subject} with a mask_embedding.pt, which is not read here")
     block, mask = setting("block_size"), setting("mask_token_id")
     if not head.block_taps or type(block) is not int or block < 2 or type(mask) is not int:
