@@ -37,17 +37,19 @@ _EAGLE3 = {
     "^aux_norm_low": "fc_norm.0", "^aux_norm_mid": "fc_norm.1", "^aux_norm_high": "fc_norm.2",
 }  # fmt: skip
 # derived from d2t, the target's, or by what DSpark lets an engine verify less
-_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_head\..*)$")
+_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_(head|proj)\..*)$")
 _MTP = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
         "final_layernorm": "post_norm"}  # fmt: skip
 _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
 # what trainers leave beside weights
-_BESIDE = {"training_args.bin", "training_state.pt", "optimizer.pt", "scheduler.pt"}
+_BESIDE = {"training_args.bin", "training_state.pt", "optimizer.pt", "scheduler.pt",
+           "mask_embedding.pt"}  # fmt: skip
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3, BLOCKS = ("eagle3", "peagle"), ("dflash", "dflash2", "dspark")
 DRAFTED_BY = {"medusa": "medusa", "eagle": "eagle", "mtp": "mtp"} | dict.fromkeys(EAGLE3, "eagle")
 DRAFTED_BY |= dict.fromkeys(BLOCKS, "dflash")  # the drafting method of each kind
+MASK_EMBEDDING = "mask_embedding.pt"  # what vLLM embeds masks by, where a block has it
 BLOCK_TAPS = "aux_hidden_state_layer_ids"
 
 
@@ -255,6 +257,8 @@ def _kind(names: dict[str, str]) -> str | None:
     if "fc.weight" not in names and not eagle3:
         return None
     if "hidden_norm.weight" in names:
+        for name in [n for n in names if re.match(r"(markov_w[12]|gate_proj)\.", n)]:  # ModelOpt
+            names[f"markov_head.{name}"] = names.pop(name)
         own = {name.partition(".")[0] for name in names}
         return "dspark" if "markov_head" in own else "dflash" + "2" * ("candidate_selector" in own)
     if eagle3:
@@ -273,7 +277,7 @@ def _weights(source: str) -> list[Path]:
         folder = Path(source)
         if not folder.is_dir():
             with from_hub(source):
-                wanted = ["config.json", pattern, f"{pattern}.index.json"]
+                wanted = ["config.json", pattern, f"{pattern}.index.json", MASK_EMBEDDING]
                 folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
         files = sorted(f for f in folder.glob(pattern) if f.name not in _BESIDE)
         if indices := [*folder.glob(f"{pattern}.index.json")]:
