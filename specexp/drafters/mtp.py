@@ -101,7 +101,7 @@ def check(config: Any, target: str, folder: str) -> None:
             f"{transformers.__version__}: pip install -U transformers, or use another drafter"
         )
     kinds = {*(getattr(own, "mtp_layer_types", None) or [FULL])}
-    if counted and kinds != {FULL}:
+    if kinds != {FULL}:
         raise UserError(
             f"{target}: its layer for multi-token prediction has {' and '.join(sorted(kinds))}, "
             "which is not run here: use another drafter"
@@ -110,9 +110,9 @@ def check(config: Any, target: str, folder: str) -> None:
     with refusing(f"{target} has no layer for multi-token prediction"):
         theirs = MtpModel.get_mtp_weights_regex(says)
     if files and not any(theirs.search(n) for file in files for n in layouts.shapes_in(file)):
-        named = f"{target}: config.json names a layer for multi-token prediction, and the weights "
-        advice = "have none: take a checkpoint that has it, or another drafter"
-        raise UserError(named + advice if counted else none)
+        lost = f"{target}: config.json names a layer for multi-token prediction, and the weights "
+        lost += "have none: take a checkpoint that has it, or another drafter"
+        raise UserError(lost if counted else none)
 
 
 def check_trained(head: Head, config: Any, target: str) -> None:
