@@ -51,7 +51,7 @@ class EagleLayer(Drafter):
 
     def prefill(self, seqs: Sequences, hidden: Tensor | None) -> None:
         if hidden is None:  # all prompts have one token, which has no feature before it
-            B, width = len(seqs.tokens), len(self.taps) * self.net.config.hidden_size
+            B, width = len(seqs.tokens), self.net.shape.read
             hidden = torch.zeros(B, 1, width, dtype=self.lm.dtype, device=self.lm.device)
         hidden[:, 0].masked_fill_((seqs.length == 1)[:, None], 0)  # nor in a batch with longer ones
         self.features[seqs.rows, : hidden.shape[1]] = self.net.fuse(hidden)

@@ -44,7 +44,7 @@ class Mtp(Borrowing):
         super().__init__()
         self.config = copy.copy(model.config)
         self.config.num_hidden_layers = 1
-        self.shape = EagleShape("mtp", self.config, self.config.vocab_size, taps)
+        self.shape = EagleShape("mtp", self.config, 0, taps)
         self.layer = model.layers[0]
         model.layers = model.layers[:1]  # the others are not held in memory
         self.norm = model.shared_post_norm if model.use_shared_post_norm else nn.Identity()
@@ -86,10 +86,15 @@ def _with_layers(config: Any, least: int = 0) -> Any:
 
 def check(config: Any, target: str, folder: str) -> None:
     """Raise UserError, before weights are loaded, for a target without such a layer, or with one
-    that is not run here. config: the target's; folder: its own or a hub id."""
-    own = _with_layers(config)
-    if own is None:
-        raise UserError(f"{target} has no layer for multi-token prediction: use another drafter")
+    that is not run here. config: the target's, which need not count the layer if a file has it
+    (Qwen 3 Next); folder: its own or a hub id."""
+    counted, own = _with_layers(config) is not None, _with_layers(config, 1)
+    files = [*Path(folder).glob("*.safetensors")] if folder else []
+    class_of = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    ignored = getattr(class_of, "_keys_to_ignore_on_load_unexpected", None) or []
+    none = f"{target} has no layer for multi-token prediction: use another drafter"
+    if not counted and not (files and ignored):
+        raise UserError(none)
     if not hasattr(MtpModel, "get_mtp_weights_regex"):
         raise UserError(
             "layers for multi-token prediction need transformers 5.20 or newer, and here is "
@@ -101,17 +106,13 @@ def check(config: Any, target: str, folder: str) -> None:
             f"{target}: its layer for multi-token prediction has {' and '.join(sorted(kinds))}, "
             "which is not run here: use another drafter"
         )
-    class_of = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    ignored = getattr(class_of, "_keys_to_ignore_on_load_unexpected", None) or []
     says = SimpleNamespace(config=own, _keys_to_ignore_on_load_unexpected=ignored)
     with refusing(f"{target} has no layer for multi-token prediction"):
         theirs = MtpModel.get_mtp_weights_regex(says)
-    files = [*Path(folder).glob("*.safetensors")] if folder else []
     if files and not any(theirs.search(n) for file in files for n in layouts.shapes_in(file)):
-        raise UserError(
-            f"{target}: config.json names a layer for multi-token prediction, and the weights have "
-            "none: take a checkpoint that has it, or another drafter"
-        )
+        lost = f"{target}: config.json names a layer for multi-token prediction, and the weights "
+        lost += "have none: take a checkpoint that has it, or another drafter"
+        raise UserError(lost if counted else none)
 
 
 def check_trained(head: Head, config: Any, target: str) -> None:
@@ -139,7 +140,7 @@ def load(module: Any, target: str) -> Mtp:
     weights that are missing."""
     on = {"": module.device}
     with refusing(f"cannot load the layer for multi-token prediction of {target}"):
-        model = MtpModel.from_pretrained(named(module), device_map=on)
+        model = MtpModel.from_pretrained(named(module, 1), device_map=on)
     return _ready(model, module)
 
 

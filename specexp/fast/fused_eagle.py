@@ -41,7 +41,7 @@ class FusedEagle:
         `eagle.Eagle`."""
         x = inputs["features"].flatten(0, 1)
         if not self.eagle.shape.fused:
-            embedded = self.eagle.borrowed[0](tokens.clamp(min=0)).flatten(0, 1).to(x.dtype)
+            embedded = self.eagle.embedded(tokens, x.dtype).flatten(0, 1)
             mixed = torch.cat([embedded, x], -1)
             x = product(mixed, self.eagle.fc.weight, self.eagle.fc.bias)
         return self.net(tokens, positions, visible, cache, (self.tap,) * len(taps), last, x=x)
@@ -58,7 +58,7 @@ def network(eagle: nn.Module, name: str, vocab: int) -> Network:
 
 @torch.inference_mode()
 def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
-    borrowed = {} if eagle.shape.fused else {"lm_head": eagle.borrowed[1]}
+    borrowed = {} if eagle.shape.draft_vocab else {"lm_head": eagle.borrowed[1]}
     if why := beyond_weights(eagle, **borrowed):
         return None, why
     layers = eagle.config.num_hidden_layers
@@ -78,12 +78,14 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
 
 
 def _network(eagle: Eagle, vocab: int) -> Fused:
-    """EAGLE-1's layer over states [B * n, E] that contain the embeddings, and the target's LM head;
-    or EAGLE-3's over states and embeddings, and its own LM head."""
+    """EAGLE-1's layers over states [B * n, E] that contain the embeddings; or EAGLE-3's over states
+    and embeddings."""
+    head, ids = eagle.head.weight[:vocab], None
+    if eagle.shape.draft_vocab:
+        head, ids = fused.inside(eagle.head.weight, eagle.draft_ids, vocab)
     if not eagle.shape.fused:
-        return Fused([*eagle.layers], eagle.rotary, None, eagle.borrowed[1].weight[:vocab])
+        return Fused([*eagle.layers], eagle.rotary, None, head, ids=ids, vocab=vocab)
     layer = eagle.midlayer
-    head, ids = fused.inside(eagle.lm_head.weight, eagle.draft_ids, vocab)
     return Fused(
         [layer, *eagle.deeper], eagle.rotary, eagle.norm, head, eagle.borrowed[0].weight,
         beside=(layer.input_layernorm, layer.hidden_norm),

@@ -9,7 +9,8 @@ they do not. A faster network may replace the module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -45,7 +46,8 @@ class Network(Protocol):
     contents of its slot are unspecified.
 
     Returns the logits of the `last` tokens of each row (None: of all; 0: no logits) and, for all
-    tokens, the hidden states `taps` concatenated (0: the embeddings; L: the LM head's input).
+    tokens, the hidden states `taps` concatenated (0: the embeddings; L: the LM head's input; -1:
+    the last layer's output, before the last norm).
     """
 
     @property
@@ -149,16 +151,40 @@ class Unfused:
             options |= {"logits_to_keep": last or 0}
         if self.attends:
             options |= {"position_ids": positions, "attention_mask": self.masks(visible, cache)}
-        out = net(
-            input_ids=tokens.clamp(min=0), use_cache=not self.parts,
-            output_hidden_states=bool(taps), **options, **inputs,
-        )  # fmt: skip
-        hidden = torch.cat([out.hidden_states[t] for t in taps], -1) if taps else None
+        with made_by_last_layer(self.module, -1 in taps) as made:
+            out = net(
+                input_ids=tokens.clamp(min=0), use_cache=not self.parts,
+                output_hidden_states=bool(taps), **options, **inputs,
+            )  # fmt: skip
+        seen = [made[0] if t == -1 else out.hidden_states[t] for t in taps]
+        hidden = torch.cat(seen, -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
 
     def masks(self, visible: Branches | None, cache: SlotCache) -> Any:
         """The mask that the module is given."""
         return cache.masks(visible, self.module.dtype)
+
+
+@contextmanager
+def made_by_last_layer(module: Any, wanted: bool = True) -> Iterator[list[Tensor]]:
+    """A list that gets the output of a transformers model's last layer, if that is `wanted`. Raises
+    UserError for a model whose layers are in no nn.ModuleList."""
+    made: list[Tensor] = []
+    if not wanted:
+        yield made
+        return
+    L = module.config.get_text_config().num_hidden_layers
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == L]
+    if not lists:
+        raise UserError(f"{type(module).__name__} has no list of its {L} layers: the output of the "
+                        "last cannot be read; use other heads")  # fmt: skip
+    keep = lists[0][-1].register_forward_hook(
+        lambda _, given, out: made.append(out[0] if isinstance(out, tuple) else out)
+    )
+    try:
+        yield made
+    finally:
+        keep.remove()
 
 
 @op

@@ -74,7 +74,7 @@ def eagle_shape(recipe: HeadRecipe, config: Any) -> EagleShape:
     layer = layer_config(_settings(recipe, config))
     if recipe.kind == "eagle3":
         return EagleShape("eagle3", layer, min(recipe.draft_vocab, vocab), default_taps(L))
-    return EagleShape(recipe.kind, layer, vocab, (L,))
+    return EagleShape(recipe.kind, layer, 0, (L,))
 
 
 def block_shape(recipe: HeadRecipe, config: Any, end: int) -> BlockShape:

@@ -168,6 +168,20 @@ def test_of_several_layers_the_first_is_kept():
     assert net.config.num_hidden_layers == 1
 
 
+def test_layer_that_only_the_weights_tell_of_drafts(saved):
+    """As of Qwen 3 Next, whose config counts no such layers."""
+    folder, layer = saved("qwen3_5")
+    config = json.loads((folder / "config.json").read_text())
+    counts = [name for name in mtp.COUNTS if config.pop(name, None)]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert counts == ["mtp_num_hidden_layers"]
+    read = load(folder).engine.drafter.net.layer.state_dict()
+    assert [n for n in layer if not torch.equal(read[n], layer[n])] == []
+    change(folder, lambda own: {n: t for n, t in own.items() if not n.startswith("mtp.")})
+    with pytest.raises(UserError, match="has no layer for multi-token prediction: use another dra"):
+        load(folder)
+
+
 def test_targets_without_such_a_layer_are_refused_before_they_are_loaded(saved):
     with pytest.raises(UserError, match="target-10m has no layer for multi-token prediction: use"):
         specexp.load("target-10m", "mtp")

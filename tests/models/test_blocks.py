@@ -1,7 +1,10 @@
 """Block drafters (DFlash, DSpark) in every published layout, and against transformers' own."""
 
 import dataclasses
+import fnmatch
+import shutil
 
+import huggingface_hub
 import pytest
 import torch
 from support.definitions import block_hidden, states
@@ -130,6 +133,15 @@ LAYOUTS = {
         LAYERS | MARKOV | {"target_layer_ids": [0, 1]}, tensors(4, confidence=True),
         {"kind": "dspark", "deepest": 7, "from_root": True, "rank": 4, "gated": False},
     ),
+    "DSpark of ModelOpt": (
+        LAYERS | {"block_size": 7, "dflash_config": NESTED | {
+            "projector_type": "dspark", "shift_label": True, "markov_rank": 4,
+            "markov_head_type": "gated", "use_confidence_head": True,
+        }},
+        {n.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj"): t
+         for n, t in tensors(4, True, confidence=True).items()},
+        {"kind": "dspark", "deepest": 7, "from_root": True, "rank": 4, "gated": True},
+    ),
     "DSpark, gated, in speculators": (
         SPECULATORS | MARKOV | {
             "speculators_model_type": "dspark", "markov_head_type": "gated",
@@ -151,6 +163,7 @@ def test_published_block_loads_bit_for_bit_and_generates(tmp_path, config, held,
     assert {name: getattr(net.shape, name) for name in expected} == expected
     assert (net.shape.taps, net.shape.mask) == ((1, 2), 3)
     given = muse(held)
+    given |= {f"markov_head.{n}": t for n, t in held.items() if n.startswith(("markov_w", "gate"))}
     for name, tensor in muse(net.state_dict()).items():
         assert torch.equal(tensor, given[name].to(tensor.dtype)), name
     lm = of_module(target, "target")
@@ -219,7 +232,24 @@ BAD = {
     "no window": (bad("DFlash with windows", sliding_window=None), "gives no sliding_window"),
     "recurrent": (bad("DSpark", markov_head_type="rnn"), "Markov head of type rnn, which is not"),
     "values": (bad("DFlash", attention_value_scale=2), "attention_value_scale 2, which is not run"),
-    "Domino": (bad("speculators", shift_label=True), "with shift_label True, which is not run"),
+    "Domino": (bad("speculators", projector_type="domino"), "with a Domino projector, which is"),
+    **{
+        f"{name} {value}": (bad("DFlash", **{name: value}), f"with {name} {value}, which is not")
+        for name, value in (
+            ("use_gemma_norm", True), ("is_neox_style", False), ("rope_is_neox_style", False),
+            ("use_aux_hidden_state", False),
+        )
+    },
+    "half a rotation": (
+        bad("DFlash", rope_scaling={"rope_type": "default", "rope_dim": 4}), "rope_dim 4, which",
+    ),
+    "no head for its vocabulary": (
+        bad("speculators", without=["lm_head.weight", "d2t"]), "the file lacks lm_head.weight",
+    ),
+    "own embeddings": (
+        (SPECULATORS, tensors(draft_vocab=DRAFTS) | {"embed_tokens.weight": torch.zeros(V, 8)}),
+        f"embed_tokens.weight is ({V}, 8) where ({V}, {E}) is expected",
+    ),
     "no kernel": (
         bad("DFlash 2", dflash_config=NESTED | SECOND | {"conv_kernel_size": 0}),
         "must give conv_kernel_size, conv_group_size, selector_rank, selector_top_k, all above 0",
@@ -229,7 +259,6 @@ BAD = {
     ),
     "unknown": (bad("DFlash", shapes=["domino.x"]), "has unknown domino.x"),
     "missing": (bad("DFlash", without=["layers.1.mlp.up_proj.weight"]), "lacks layers.1.mlp.up"),
-    "no head": (bad("speculators", without=["lm_head.weight"]), "has unknown d2t"),
     "no layers' width": (bad("DFlash", num_attention_heads=0), "describes no such layer"),
 }  # fmt: skip
 
@@ -242,8 +271,23 @@ def test_unfit_blocks_are_a_one_line_error(tmp_path, files, said):
     assert "\n" not in str(refused.value)
 
 
-def test_separate_embedding_of_the_mask_is_refused(tmp_path):
+def test_separate_embedding_of_the_mask_is_fetched_and_refused(tmp_path, monkeypatch):
     config, held, _ = LAYOUTS["DFlash"]
     (put(tmp_path / "h", config, held) / "mask_embedding.pt").touch()
     with pytest.raises(UserError, match=r"with a mask_embedding.pt, which is not read here"):
         check(layouts.read(tmp_path / "h"), module().config, "target", "dflash")
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download",
+        lambda source, allow_patterns: copied(tmp_path / "h", tmp_path / "cache", allow_patterns),
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"with a mask_embedding.pt, which is not read here"):
+        check(layouts.read("org/heads"), module().config, "target", "dflash")
+
+
+def copied(source, folder, patterns):
+    """The files of a folder that fit patterns, as a hub's cache has them."""
+    folder.mkdir()
+    for file in source.iterdir():
+        if any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns):
+            shutil.copy(file, folder)
+    return str(folder)

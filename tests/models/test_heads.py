@@ -156,6 +156,42 @@ def test_published_heads_load_bit_for_bit_and_generate(tmp_path, layout, file):
     assert pairing.generate(PROMPTS, 12).tokens == engine("null").generate(PROMPTS, 12).tokens
 
 
+def test_shards_of_an_index_are_read_as_one_file(tmp_path):
+    """Beside what a trainer left."""
+    config, held = published("eagle-3")
+    folder = put(tmp_path / "head", config, held)
+    (folder / "model.safetensors").unlink()
+    names = sorted(held)
+    shards = {"model-1-of-2.safetensors": names[::2], "model-2-of-2.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: held[name] for name in part}, folder / file)
+    save_file({"old": torch.zeros(1)}, folder / "adapter.safetensors")
+    (folder / "optimizer.pt").write_bytes(b"")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({
+        "weight_map": {name: file for file, part in shards.items() for name in part}
+    }))  # fmt: skip
+    head = layouts.read(folder)
+    check(head, module().config, "target", "eagle3")
+    read = head.tensors()
+    assert {n.replace("layers.0.", "midlayer.") for n in held} - {"t2d"} == read.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in read.items())
+    (folder / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(UserError, match=r"lacks model-2-of-2.safetensors, which model.saf"):
+        layouts.read(folder)
+    index.write_text("{}")
+    with pytest.raises(UserError, match=r"cannot read model.safetensors.index.json"):
+        layouts.read(folder)
+
+
+def test_what_a_trainer_left_is_not_taken_for_weights(tmp_path):
+    config, held = published("eagle-3")
+    folder = put(tmp_path / "head", config, held, "pytorch_model.bin")
+    for name in ("optimizer.pt", "training_args.bin"):
+        (folder / name).write_bytes(b"")
+    assert layouts.read(folder).kind == "eagle3"
+
+
 def test_full_vocabulary_head_needs_no_d2t(tmp_path):
     config, held = published("eagle-3")
     held = {n: t for n, t in held.items() if n not in ("d2t", "t2d")}
@@ -203,13 +239,17 @@ def test_eagle3_layer_matches_hand_computation(tmp_path, on):
         assert torch.allclose(said.logits[0, 0, net.draft_ids], logits)
 
 
+NAMED = layouts.TAPS
 TAPS = {
-    "speculators": ({"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, (1, 5, 9)),
-    "out of order": ({"eagle_aux_hidden_state_layer_ids": [9, 2, 6]}, (2, 6, 9)),
-    "layers": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [8, 1, 5]}}, (2, 6, 9)),
-    "states": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6, 9]}}, (2, 6, 9)),
-    "none listed": ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, ()),
-    "nothing said": ({"eagle_config": None}, ()),
+    "speculators": ({NAMED: [1, 5, 9]}, (1, 5, 9)),
+    "out of order": ({NAMED: [9, 2, 6]}, (2, 6, 9)),
+    "layers": ({"eagle_config": {NAMED: [8, 1, 5]}}, (2, 6, 9)),
+    "other layers": ({"eagle_config": {NAMED: [2, 5, 9]}}, (3, 6, 10)),
+    "the last layer": ({"eagle_config": {NAMED: [1, 5, 11]}}, (2, 6, -1)),
+    "the usual states": ({"eagle_config": {NAMED: [2, 6, 9]}}, (2, 6, 9)),
+    "a state that is no layer": ({"eagle_config": {NAMED: [8, 10, 12]}}, (8, 10, -1)),
+    "none listed": ({"eagle_config": {NAMED: []}}, (2, 6, 9)),
+    "nothing said": ({"eagle_config": None}, (2, 6, 9)),
 }
 
 
@@ -217,16 +257,16 @@ TAPS = {
 def test_taps_are_numbered_as_hidden_states(tmp_path, said, taps):
     config, held = published("eagle-3")
     head = layouts.read(put(tmp_path / "head", config | said, held))
-    assert head.taps == taps
+    assert head.taps(12) == taps
     deep = copy.copy(module())
     deep.config = copy.copy(deep.config)
     deep.config.num_hidden_layers = 12
     check(head, deep.config, "target", "eagle3")
-    assert load(head, deep).shape.taps == (taps or default_taps(12))
+    assert load(head, deep).shape.taps == taps
 
 
-def test_default_taps_are_in_layer_order():
-    assert [default_taps(L) for L in (12, 4, 2)] == [(2, 6, 9), (1, 2, 2), (1, 1, 2)]
+def test_default_taps_are_in_layer_order_and_not_the_last_layers():
+    assert [default_taps(L) for L in (12, 4, 2)] == [(2, 6, 9), (1, 2, 2), (1, 1, 1)]
 
 
 def test_norms_are_read_from_eagle_config(tmp_path):
@@ -268,7 +308,8 @@ def test_only_the_preferred_weight_file_is_downloaded(tmp_path, monkeypatch):
     for number, best in enumerate(("model.safetensors", "heads.pt", "pytorch_model.bin")):
         here = tmp_path / f"cache {number}"
         here.mkdir()
-        assert layouts.read("org/heads").file == here / best
+        head = layouts.read("org/heads")
+        assert {file for file, _ in head.places.values()} == {here / best}
         assert {file.name for file in here.iterdir()} == {"config.json", best}
         (hub / best).unlink()
     here = tmp_path / "empty"
@@ -405,8 +446,38 @@ BAD = {
         bad("eagle-3", config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["low"]}}),
         ("eagle3",), "give numbers",
     ),
+    "windows": (
+        bad("eagle-3", config={"layer_types": ["sliding_attention"], "sliding_window": 9}),
+        ("eagle3",), "with windows, which are not run here",
+    ),
+    "half a rotation": (
+        bad("eagle-3", config={"rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        }}), ("eagle3",), "with partial_rotary_factor 0.5, which is not run here",
+    ),
+    "scaled logits": (bad("eagle-3", config={"logit_scale": 0.5}), ("eagle3",), "logit_scale 0.5"),
+    "quantised": (
+        bad("eagle-3", config={"quantization_config": {"quant_method": "modelopt"}}), ("eagle3",),
+        "quantised by modelopt, which are not read here",
+    ),
+    "embeddings": (
+        bad("eagle-1", shapes={"embed_tokens.weight": (V, 8)}), ("eagle",),
+        f"embed_tokens.weight is ({V}, 8) where ({V}, {E}) is expected",
+    ),
+    "no embeddings of their width": (
+        bad("eagle-3", config={"hidden_size": 16, "target_hidden_size": E}), ("eagle3",),
+        "of width 16, and the file lacks embeddings or head",
+    ),
+    "no head for its vocabulary": (
+        bad("eagle-3", without=["lm_head.weight"]), ("eagle3",), "the file lacks lm_head.weight",
+    ),
+    "a head that is the embeddings": (
+        bad("eagle-3", without=["lm_head.weight", "d2t"],
+            config={"draft_vocab_size": None, "tie_word_embeddings": True}), ("eagle3",),
+        "whose LM head is the embeddings, which is not run here",
+    ),
     "a layer that is not there": (
-        bad("eagle-3", config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 2]}}),
+        bad("eagle-3", config={"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}),
         ("eagle3",), "reading layer 3, and target has 2 layers",
     ),
 }  # fmt: skip

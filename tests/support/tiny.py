@@ -227,7 +227,7 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
         made = mtp.Mtp(MtpModel(mtp.named(says), 1), (2,))
     else:
         layer = layer_config(HEAD, 1 + (kind == "peagle"))
-        draft = (V - 8, (1, 2, 2)) if kind in EAGLE3 else (V, (2,))
+        draft = (V - 8, (0, 0, 1)) if kind in EAGLE3 else (0, (2,))
         shape = EagleShape(kind, layer, *draft, mask=V - 1)
         made = Eagle(shape, target.get_input_embeddings(), target.get_output_embeddings())
         if kind in EAGLE3:

@@ -19,7 +19,7 @@ from specexp.models.cache import SlotCache
 from specexp.models.heads.borrowing import Borrowing
 from specexp.models.heads.dependence import Convolved, Markov, Selector
 from specexp.models.heads.eagle import LAYER
-from specexp.models.heads.layouts import Head
+from specexp.models.heads.layouts import MASK_EMBEDDING, Head
 from specexp.models.lm import Network, as_operations
 from specexp.models.servable import cache_name
 from specexp.ops import op
@@ -68,17 +68,26 @@ DFLASH2 = {"conv_kernel_size": "kernel", "conv_group_size": "group", "selector_r
            "selector_top_k": "candidates"}  # fmt: skip
 
 
+# settings that change what is computed, and the values with which they do not
+USUAL = {
+    "attention_value_scale": 1, "logit_scale": 1, "use_gemma_norm": False, "is_neox_style": True,
+    "rope_is_neox_style": True, "use_aux_hidden_state": True,
+}  # fmt: skip
+
+
 def shape_of(head: Head) -> BlockShape:
     """The shape of a block drafter by its config. Raises UserError for settings that are missing,
     or that are not run here."""
     subject, setting = f"{head.source} are {head.kind} heads", head.block_setting
-    for name, usual in (("attention_value_scale", 1), ("logit_scale", 1), ("shift_label", False)):
+    for name, usual in USUAL.items():
         if (value := setting(name, usual)) != usual:
             raise UserError(f"{subject} with {name} {value}, which is not run here")
+    if setting("projector_type") == "domino":
+        raise UserError(f"{subject} with a Domino projector, which is not run here")
     if (kind := setting("markov_head_type", "vanilla")) not in ("vanilla", "gated"):
         raise UserError(f"{subject} with a Markov head of type {kind}, which is not run here")
-    if head.file.with_name("mask_embedding.pt").exists():
-        raise UserError(f"{subject} with a mask_embedding.pt, which is not read here")
+    if (head.folder / MASK_EMBEDDING).exists():
+        raise UserError(f"{subject} with a {MASK_EMBEDDING}, which is not read here")
     block, mask = setting("block_size"), setting("mask_token_id")
     if not head.block_taps or type(block) is not int or block < 2 or type(mask) is not int:
         raise UserError(
@@ -86,17 +95,22 @@ def shape_of(head: Head) -> BlockShape:
             "target_layer_ids"
         )
     layers = layers_config(head.config)
+    rope = layers.rope_parameters or {}
+    if (turned := rope.get("rope_dim", layers.head_dim)) != layers.head_dim:
+        raise UserError(f"{subject} with rope_dim {turned}, which is not run here")
     own = {"rank": setting("markov_rank", 0)} if head.kind == "dspark" else {}
     if head.kind == "dflash2":
         own = {ours: setting(name) for name, ours in DFLASH2.items()}
         if not all(type(number) is int and number > 0 for number in own.values()):
             raise UserError(f"{subject}; config.json must give {', '.join(DFLASH2)}, all above 0")
     early = head.kind == "dspark" and "speculators_model_type" not in head.config
-    own_head = "lm_head.weight" in head.shapes
+    own_head, vocab = "lm_head.weight" in head.shapes, layers.vocab_size
+    if not own_head and setting("draft_vocab_size", vocab) != vocab:
+        raise UserError(f"{subject}; the file lacks lm_head.weight")
     return BlockShape(
         head.kind, layers, block, mask, head.block_taps, tuple(_spans(head, subject)),
-        from_root=bool(setting("sample_from_anchor", early)),
-        draft_vocab=setting("draft_vocab_size", layers.vocab_size) if own_head else 0,
+        from_root=bool(setting("sample_from_anchor", setting("shift_label", early))),
+        draft_vocab=setting("draft_vocab_size", vocab) if own_head else 0,
         gated=kind == "gated", **own,
         embeds_by=float(setting("input_embedding_scale", 1)),
         scale=float(setting("output_multiplier", 1)),

@@ -1,4 +1,4 @@
-"""The layer of EAGLE-1, 2 and 3, and the layers of P-EAGLE."""
+"""The layers of EAGLE-1, 2 and 3 and of P-EAGLE: those of Llama or of Qwen 3."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specexp.models.heads.borrowing import Borrowing
@@ -16,12 +17,14 @@ from specexp.ops import op
 
 @dataclass(frozen=True)
 class EagleShape:
-    """kind: `eagle` (EAGLE-1 and 2: reads the target's last state, uses its LM head), `eagle3`
-    (fuses the states `taps`, has an LM head of `draft_vocab` tokens) or `peagle` (drafts in
-    parallel; may have more layers).
+    """kind: `eagle` (EAGLE-1 and 2: reads the target's last state), `eagle3` (fuses the states
+    `taps`) or `peagle` (drafts in parallel).
 
-    `layer`: the config of its layers (`layer_config`). `mask`: of P-EAGLE, the token that stands
-    for one not known yet.
+    `layer`: the config of its layers (`layer_config`). `draft_vocab`: tokens of its own LM head; 0:
+    it borrows the target's. `mask`: of P-EAGLE, the token that stands for one not known yet.
+    `target`: the width of the target's states, if that is another (0: it is not). `biased`: what
+    reads the inputs of its first attention has biases. `fuses`: EAGLE-3 fuses states; without that
+    it reads one.
 
     `norms`: EAGLE-3's optional norms, by their names in the `speculators` format:
     `norm_before_residual` (the residual starts from the normed feature), `norm_before_fc` (the
@@ -35,10 +38,18 @@ class EagleShape:
     fc_bias: bool = False
     norms: tuple[str, ...] = ()
     mask: int = 0
+    target: int = 0
+    biased: bool = False
+    fuses: bool = True
 
     @property
     def fused(self) -> bool:
         return self.kind != "eagle"
+
+    @property
+    def read(self) -> int:
+        """The width of all the target's states that it reads of a token."""
+        return len(self.taps) * (self.target or self.layer.hidden_size)
 
 
 LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -46,31 +57,41 @@ LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"
          "rope_parameters", "rope_scaling", "rope_theta")  # fmt: skip
 
 
-def layer_config(settings: Mapping[str, Any], layers: int = 1) -> Any:
-    """The LlamaConfig of EAGLE layers by those of these settings that are not None."""
-    from transformers import LlamaConfig  # a second of imports, only where a head is built
+def layer_config(settings: Mapping[str, Any], layers: int = 1, normed: bool = False) -> Any:
+    """The config of EAGLE layers by those of these settings that are not None: of Llama's, or of
+    Qwen 3's, in which queries and keys are `normed`."""
+    from transformers import LlamaConfig, Qwen3Config  # imported where a head is built: a second
 
-    chosen = {name: settings[name] for name in LAYER if settings.get(name) is not None}
-    return LlamaConfig(**chosen, num_hidden_layers=layers, attn_implementation="sdpa")
+    names = (*LAYER, "hidden_act", "attention_bias", "mlp_bias")
+    chosen = {name: settings[name] for name in names if settings.get(name) is not None}
+    kind = Qwen3Config if normed else LlamaConfig
+    return kind(**chosen, num_hidden_layers=layers, attn_implementation="sdpa")
+
+
+def _whole_layer(config: Any, number: int) -> Any:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    made = LlamaDecoderLayer if config.model_type == "llama" else Qwen3DecoderLayer
+    return made(config, number)
 
 
 class Layer(nn.Module):
-    """A Llama layer; for EAGLE-3, its attention reads embedding and feature concatenated."""
+    """A decoder layer that has no norm before its attention; for EAGLE-3, its attention reads
+    embedding and feature concatenated."""
 
-    def __init__(self, config: Any, fused: bool) -> None:
-        from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
-
+    def __init__(self, shape: EagleShape) -> None:
         super().__init__()
-        E, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = LlamaAttention(config, 0)
-        self.mlp = LlamaMLP(config)
-        self.post_attention_layernorm = LlamaRMSNorm(E, eps)
-        if fused:
-            self.hidden_norm = LlamaRMSNorm(E, eps)
-            self.input_layernorm = LlamaRMSNorm(E, eps)
-            for name in ("q_proj", "k_proj", "v_proj"):
-                narrow = getattr(self.self_attn, name)
-                setattr(self.self_attn, name, nn.Linear(2 * E, narrow.out_features, bias=False))
+        E, whole = shape.layer.hidden_size, _whole_layer(shape.layer, 0)
+        self.self_attn, self.mlp = whole.self_attn, whole.mlp
+        self.post_attention_layernorm = whole.post_attention_layernorm
+        if shape.fused:
+            self.hidden_norm = type(whole.input_layernorm)(E, shape.layer.rms_norm_eps)
+            self.input_layernorm = whole.input_layernorm
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outputs = getattr(self.self_attn, name).out_features
+            reads = nn.Linear(2 * E if shape.fused else E, outputs, bias=shape.biased)
+            setattr(self.self_attn, name, reads)
 
     def forward(self, read: Tensor, residual: Tensor, *attention: Any) -> Tensor:
         residual = residual + self.self_attn(read, *attention)[0]
@@ -87,49 +108,53 @@ class Eagle(Borrowing):
     `logits_to_keep` positions; tokens outside the draft vocabulary get -inf."""
 
     def __init__(self, shape: EagleShape, embed: Any, lm_head: Any) -> None:
-        from transformers.models.llama.modeling_llama import (
-            LlamaDecoderLayer,
-            LlamaRMSNorm,
-            LlamaRotaryEmbedding,
-        )
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
         super().__init__()
         self.shape, self.config = shape, shape.layer
         self.borrowed = (embed, lm_head)
         self.rotary = LlamaRotaryEmbedding(self.config)
         E, eps, L = self.config.hidden_size, self.config.rms_norm_eps, self.config.num_hidden_layers
+        first = Layer(shape)
         if shape.fused:
-            wide = len(shape.taps) * E
             if "norm_before_fc" in shape.norms:
-                self.input_norm = LlamaRMSNorm(wide, eps)
+                self.input_norm = LlamaRMSNorm(shape.read, eps)
             if "fc_norm" in shape.norms:
-                self.fc_norm = nn.ModuleList(LlamaRMSNorm(E, eps) for _ in shape.taps)
-            self.fc = nn.Linear(wide, E, bias=shape.fc_bias)
-            self.midlayer = Layer(self.config, True)
+                width = shape.read // len(shape.taps)
+                self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in shape.taps)
+            if shape.fuses:
+                self.fc = nn.Linear(shape.read, E, bias=shape.fc_bias)
+            self.midlayer = first
             self.norm = LlamaRMSNorm(E, eps)
-            self.own_head(shape.draft_vocab)
             if shape.kind == "peagle":
-                self.mask_hidden = nn.Parameter(torch.zeros(1, 1, wide))
-            deeper = (LlamaDecoderLayer(self.config, i) for i in range(1, L))
-            self.layers = nn.ModuleList([nn.Identity(), *deeper])  # in the place of `midlayer`
-            self.kept = cache_name(self.layers[-1])
+                self.mask_hidden = nn.Parameter(torch.zeros(1, 1, shape.read))
         else:
             self.fc = nn.Linear(2 * E, E, bias=shape.fc_bias)
-            self.layers = nn.ModuleList([Layer(self.config, False)])
+        if shape.draft_vocab:
+            self.own_head(shape.draft_vocab)
+        deeper = (_whole_layer(self.config, i) for i in range(1, L))
+        # of EAGLE-3 `midlayer` is the first
+        self.layers = nn.ModuleList([nn.Identity() if shape.fused else first, *deeper])
+        self.kept = cache_name(self.layers[-1])
 
     @property
     def deeper(self) -> list[nn.Module]:
-        """The layers after the first, of P-EAGLE."""
+        """The layers after the first."""
         return list(self.layers)[1:]
+
+    @property
+    def head(self) -> Any:
+        """Its LM head: its own, or the target's."""
+        return self.lm_head if self.shape.draft_vocab else self.borrowed[1]
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's states [..., taps*E] as features [..., E], which the first pass reads."""
-        if not self.shape.fused:
+        if not self.shape.fused or not self.shape.fuses:
             return features
         if "norm_before_fc" in self.shape.norms:
             features = self.input_norm(features)
         if "fc_norm" in self.shape.norms:
-            states = features.split(self.config.hidden_size, -1)
+            states = features.chunk(len(self.fc_norm), -1)
             pairs = zip(self.fc_norm, states, strict=True)
             features = torch.cat([norm(state) for norm, state in pairs], -1)
         rows = features.reshape(-1, features.shape[-1])
@@ -140,28 +165,34 @@ class Eagle(Borrowing):
         cache: Any = None,
     ) -> Tensor:  # fmt: skip
         """One step of the layer; returns the features [B, n, E] of the next positions."""
-        embedded = self.borrowed[0](tokens).to(features.dtype)
+        embedded = self.embedded(tokens, features.dtype)
         attention = self.rotary(features, position_ids), attention_mask, cache
+        norms = self.shape.norms
         if self.shape.fused:
-            layer, norms = self.midlayer, self.shape.norms
+            layer = self.midlayer
             normed = layer.hidden_norm(features)
             read = torch.cat([layer.input_layernorm(embedded), normed], -1)
             residual = normed if "norm_before_residual" in norms else features
             output = layer(read, residual, *attention)
-            for deeper in self.deeper:
-                output = deeper(
-                    output, position_embeddings=attention[0], attention_mask=attention_mask,
-                    **{self.kept: cache},
-                )  # fmt: skip
-            return self.norm(output) if "norm_output" in norms else output
-        mixed = self.fc(torch.cat([embedded, features], -1))
-        return self.layers[0](mixed, mixed, *attention)
+        else:
+            mixed = self.fc(torch.cat([embedded, features], -1))
+            output = self.layers[0](mixed, mixed, *attention)
+        for deeper in self.deeper:
+            output = deeper(
+                output, position_embeddings=attention[0], attention_mask=attention_mask,
+                **{self.kept: cache},
+            )  # fmt: skip
+        return self.norm(output) if "norm_output" in norms else output
+
+    def embedded(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, n, E]: the rows of the embeddings, which no factor of the target (Gemma) scales."""
+        return F.embedding(tokens.clamp(min=0), self.borrowed[0].weight).to(dtype)
 
     def draft_logits(self, features: Tensor) -> Tensor:
-        """Logits [..., draft_vocab] of the tokens it can draft."""
-        if not self.shape.fused:
-            return self.borrowed[1](features)
-        return self.lm_head(features if "norm_output" in self.shape.norms else self.norm(features))
+        """Logits [..., draft_vocab or V] of the tokens it can draft."""
+        normed = not self.shape.fused or "norm_output" in self.shape.norms
+        logits: Tensor = self.head(features if normed else self.norm(features))
+        return logits
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor, features: Tensor,

@@ -29,63 +29,88 @@ LAYOUTS = (
     "Medusa heads, EAGLE, EAGLE-3, P-EAGLE, MTP, DFlash, DFlash 2 and DSpark, also as speculators"
 )
 _MEDUSA = re.compile(r"^(?:medusa_(?:lm_)?heads?\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))$")
+_OUTSIDE = re.compile(r"^(lm_head\.|d2t$|t2d$)")  # what is never below `model.`
+# other names of EAGLE-3: ModelOpt's exporter from Megatron, SGLang's older norms
+_EAGLE3 = {
+    r"^midlayer\.0\.": "midlayer.", r"^midlayer\.([1-9])": r"layers.\1",
+    r"^layers\.0\.": "midlayer.", r"^(layers\.[1-9]\d*)\.hidden_norm": r"\1.input_layernorm",
+    "^aux_norm_low": "fc_norm.0", "^aux_norm_mid": "fc_norm.1", "^aux_norm_high": "fc_norm.2",
+}  # fmt: skip
 # derived from d2t, the target's, or by what DSpark lets an engine verify less
-_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_head\..*)$")
+_NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_(head|proj)\..*)$")
 _MTP = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
         "final_layernorm": "post_norm"}  # fmt: skip
 _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
+# what trainers leave beside weights
+_BESIDE = {"training_args.bin", "training_state.pt", "optimizer.pt", "scheduler.pt",
+           "mask_embedding.pt"}  # fmt: skip
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3, BLOCKS = ("eagle3", "peagle"), ("dflash", "dflash2", "dspark")
 DRAFTED_BY = {"medusa": "medusa", "eagle": "eagle", "mtp": "mtp"} | dict.fromkeys(EAGLE3, "eagle")
 DRAFTED_BY |= dict.fromkeys(BLOCKS, "dflash")  # the drafting method of each kind
+MASK_EMBEDDING = "mask_embedding.pt"  # what vLLM embeds masks by, where a block has it
 BLOCK_TAPS = "aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True)
 class Head:
     """Heads on disk. kind: `medusa`, `eagle`, `mtp` or one of EAGLE3 or BLOCKS; config as in
-    config.json; `shapes`: of every tensor, by our names. Weights are read only by `tensors`."""
+    config.json; of every tensor, by our names, `shapes` and `places`: its file, and its name there.
+    Weights are read only by `tensors`."""
 
     kind: str
     source: str
+    folder: Path
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
-    file: Path
-    names: dict[str, str]
+    places: dict[str, tuple[Path, str]]
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights, by our names, on the CPU."""
-        if self.file.suffix == ".safetensors":
-            with safe_open(self.file, "pt") as file:
-                return {name: file.get_tensor(theirs) for name, theirs in self.names.items()}
-        tensors = _unpickled(self.file)
-        return {name: tensors[theirs].clone() for name, theirs in self.names.items()}
+        tensors: dict[str, Tensor] = {}
+        for file in {file for file, _ in self.places.values()}:
+            names = {ours: name for ours, (place, name) in self.places.items() if place == file}
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt") as opened:
+                    tensors |= {ours: opened.get_tensor(name) for ours, name in names.items()}
+            else:
+                held = _unpickled(file)
+                tensors |= {ours: held[name].clone() for ours, name in names.items()}
+        return tensors
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The NORMS that are on, by the config itself or its `eagle_config` (ModelOpt). One that
-        neither mentions is off, as in the `speculators` package."""
-        nested = self._part("eagle_config")
-        return tuple(n for n in NORMS if self.config.get(n, nested.get(n)))
+        """The NORMS that are on, by the config itself or its `eagle_config` (ModelOpt), also by
+        TensorRT-LLM's and SGLang's names. One that neither mentions is off, as in the `speculators`
+        package."""
+        both = self._part("eagle_config") | self.config
+        other = {"norm_output": "return_hidden_post_norm", "fc_norm": "use_aux_norm"}
+        return tuple(n for n in NORMS if both.get(n, both.get(other.get(n, ""))))
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """The target's states that EAGLE-3 reads, numbered like transformers' `hidden_states`: 0
-        is the embeddings, t the output of layer t - 1 (layers count from 0). () if none are listed.
+    def fuses(self) -> bool:
+        """Whether EAGLE-3 fuses several states, and does not read the LM head's input instead."""
+        return self._part("eagle_config").get("use_aux_hidden_state") is not False
+
+    def taps(self, layers: int) -> tuple[int, ...]:
+        """The states that EAGLE-3 reads of a target with so many layers, numbered like
+        transformers' `hidden_states`: 0 is the embeddings, t the output of layer t - 1 (layers
+        count from 0); except that of the last layer's output, -1, the target's last norm is no
+        part. Without a list, those that EAGLE-3's own code reads.
 
         A list in the config itself, as in the `speculators` format, is numbered like that (vLLM
-        reads state t where layer t begins). For a list in `eagle_config` no file says how it is
-        numbered. SpecForge and ModelOpt train on the outputs of the layers listed, by default 1,
-        L/2 - 1 and L - 4, which are states 2, L/2 and L - 3; others list the states. If the lowest
-        number is 1 the list is taken for layers, as SGLang does for Llama and most targets. A wrong
-        assumption costs only acceptance. So does state L, which vLLM takes before the target's last
-        norm and transformers after it. States are fused in the order of the layers, not of the
-        list."""
+        reads state t where layer t begins). A list in `eagle_config` names layers, whose outputs
+        SpecForge and ModelOpt train on; by default 1, L/2 - 1 and L - 4, which are states 2, L/2
+        and L - 3. Some name states there: a list that is those, or has a number that no layer has,
+        is taken for states. A wrong assumption costs only acceptance. States are fused in the order
+        of the layers, not of the list."""
         own, nested = self.config.get(TAPS), self._part("eagle_config").get(TAPS)
         listed = self._numbers(TAPS, own or nested or [])
-        layers = not own and min(listed, default=0) == 1
-        return tuple(sorted(t + layers for t in listed))
+        usual = default_taps(layers)
+        states = own or sorted(listed) == [*usual] or max(listed, default=0) >= layers
+        taps = sorted(t if states else t + 1 for t in listed) or usual
+        return tuple(-1 if t == layers else t for t in taps)
 
     @property
     def mask(self) -> int:
@@ -112,7 +137,7 @@ class Head:
         return next((value for value in named if value is not None), default)
 
     def _numbers(self, field: str, listed: Any) -> tuple[int, ...]:
-        if not isinstance(listed, list) or not all(type(t) is int for t in listed):
+        if not isinstance(listed, list) or not all(type(t) is int and t >= 0 for t in listed):
             raise UserError(f"{self.source}: config.json has {listed} for {field}; give numbers")
         return tuple(listed)
 
@@ -148,15 +173,20 @@ def read(source: str | Path) -> Head:
     bare, suffix = fitting.split(str(source))
     if suffix:
         raise UserError(f"{bare}: heads are read as they are; leave out {suffix}")
-    file = _weights(bare)
-    described = file.with_name("config.json")
+    files = _weights(bare)
+    described = files[0].with_name("config.json")
     if not described.is_file():
         raise UserError(f"{source} has no config.json; point at a folder of {LAYOUTS}")
     with refusing(f"{source}: config.json is not JSON"):
         config = json.loads(described.read_text())
     if not isinstance(config, dict):
         raise UserError(f"{source}: config.json holds no settings")
-    shapes = shapes_in(file)
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, Path] = {}
+    for file in files:
+        held = shapes_in(file)
+        shapes |= held
+        places |= dict.fromkeys(held, file)
     names = {ours: name for name in shapes if (ours := _our_name(name))}
     kind = _kind(names)
     if kind is None:
@@ -166,7 +196,13 @@ def read(source: str | Path) -> Head:
     inner = config.get("transformer_layer_config")
     config = config | inner if isinstance(inner, dict) else config
     renamed = {ours: shapes[name] for ours, name in names.items()}
-    return Head(kind, str(source), config, renamed, file, names)
+    placed = {ours: (places[name], name) for ours, name in names.items()}
+    head = Head(kind, str(source), described.parent, config, renamed, placed)
+    if kind in EAGLE3 and not head.fuses:  # vLLM leaves it out, too
+        for name in ("fc.weight", "fc.bias"):
+            renamed.pop(name, None)
+            placed.pop(name, None)
+    return head
 
 
 def kind_in(folder: Path) -> str | None:
@@ -183,15 +219,15 @@ def medusa_size(head: Head) -> tuple[int, int]:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """The states EAGLE-3's own code reads: numbers 2, L/2 and L - 3."""
-    return tuple(sorted(max(1, t) for t in (2, layers // 2, layers - 3)))
+    """The states EAGLE-3's own code reads: numbers 2, L/2 and L - 3; never the last layer's."""
+    return tuple(sorted(min(max(1, t), layers - 1) for t in (2, layers // 2, layers - 3)))
 
 
 def states_read(head: Head, layers: int) -> tuple[int, ...]:
     """The hidden states that heads read of a target with so many layers (`Head.taps`)."""
     if head.kind in BLOCKS:
         return head.block_taps
-    return head.taps or default_taps(layers) if head.kind in EAGLE3 else (layers,)
+    return head.taps(layers) if head.kind in EAGLE3 and head.fuses else (layers,)
 
 
 def _our_name(name: str) -> str | None:
@@ -205,6 +241,9 @@ def _kind(names: dict[str, str]) -> str | None:
     block drafter, in `names`; a layer for multi-token prediction has transformers' names."""
     if names and all(_MEDUSA.match(name) for name in names):
         return "medusa"
+    if all(name.startswith("model.") or _OUTSIDE.match(name) for name in names):
+        for name in [n for n in names if n.startswith("model.")]:
+            names[name.removeprefix("model.")] = names.pop(name)
     if names and all(name.startswith("mtp_layers.0.") for name in names):
         for name in list(names):
             part, _, rest = name.removeprefix("mtp_layers.0.").partition(".")
@@ -214,32 +253,44 @@ def _kind(names: dict[str, str]) -> str | None:
     for ours, theirs in (("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc")):
         if f"{theirs}.weight" in names:
             names[f"{ours}.weight"] = names.pop(f"{theirs}.weight")
-    if "fc.weight" not in names:
+    eagle3 = any(re.match(r"(midlayer|midlayer\.0|layers\.0)\.hidden_norm", n) for n in names)
+    if "fc.weight" not in names and not eagle3:
         return None
     if "hidden_norm.weight" in names:
+        for name in [n for n in names if re.match(r"(markov_w[12]|gate_proj)\.", n)]:  # ModelOpt
+            names[f"markov_head.{name}"] = names.pop(name)
         own = {name.partition(".")[0] for name in names}
         return "dspark" if "markov_head" in own else "dflash" + "2" * ("candidate_selector" in own)
-    if any(".hidden_norm." in name for name in names):
-        for name in [n for n in names if n.startswith("layers.0.")]:
-            names[name.replace("layers.0.", "midlayer.")] = names.pop(name)
+    if eagle3:
+        for pattern, ours in _EAGLE3.items():
+            for name in [n for n in names if re.match(pattern, n)]:
+                if (renamed := re.sub(pattern, ours, name)) not in names:
+                    names[renamed] = names.pop(name)
         return "peagle" if "mask_hidden" in names else "eagle3"
     return "eagle" if any(name.startswith("layers.0.") for name in names) else None
 
 
-def _weights(source: str) -> Path:
-    """The one file of weights, of the first kind that there is, in a folder or from a hub."""
+def _weights(source: str) -> list[Path]:
+    """The file of weights, of the first kind that there is, in a folder or from a hub; or those
+    that an index of this kind lists."""
     for pattern in _WEIGHTS:
         folder = Path(source)
         if not folder.is_dir():
             with from_hub(source):
-                wanted = ["config.json", pattern]
+                wanted = ["config.json", pattern, f"{pattern}.index.json", MASK_EMBEDDING]
                 folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
-        files = sorted(folder.glob(pattern))
+        files = sorted(f for f in folder.glob(pattern) if f.name not in _BESIDE)
+        if indices := [*folder.glob(f"{pattern}.index.json")]:
+            with refusing(f"{source}: cannot read {indices[0].name}", "download the heads again"):
+                listed = {*json.loads(indices[0].read_text())["weight_map"].values()}
+            if missing := sorted(listed - {f.name for f in files}):
+                raise UserError(f"{source} lacks {missing[0]}, which {indices[0].name} lists")
+            return [f for f in files if f.name in listed]
         if len(files) == 1:
-            return files[0]
+            return files
         if files:
-            listed = ", ".join(f.name for f in files)
-            raise UserError(f"{source} has several weight files ({listed}); heads come in one")
+            names = ", ".join(f.name for f in files)
+            raise UserError(f"{source} has several weight files ({names}); heads come in one")
     looked = f"looked for {', '.join(_WEIGHTS)}"
     raise UserError(f"{source} has no weights ({looked}); point at a folder of {LAYOUTS}")
 

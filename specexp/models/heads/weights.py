@@ -34,18 +34,45 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
                 f"{subject} for {what} {theirs}, and {target} has {ours}: they were made for "
                 "another target"
             )
+    if kind := head.config.get("quantization_config"):
+        method = kind.get("quant_method", "something") if isinstance(kind, dict) else kind
+        raise UserError(f"{subject} quantised by {method}, which are not read here")
+    if head.kind not in ("medusa", *BLOCKS):
+        _insist_on_usual(head, config, subject)
     with refusing(f"{subject}; config.json describes no such layer"), torch.device("meta"):
         net = _build(head, config, None)
     if not isinstance(net, Medusa):
         L, V, mask = config.num_hidden_layers, config.vocab_size, net.shape.mask
         if not 0 <= mask < V:
             raise UserError(f"{subject} with the mask {mask}, and {target} embeds {V} tokens")
-        if bad := [t for t in net.shape.taps if not 0 <= t <= L]:
+        if bad := [t for t in net.shape.taps if t > L]:
             raise UserError(f"{subject} reading layer {bad[0]}, and {target} has {L} layers")
+        size, own = (V, head.config["hidden_size"]), head.shapes.get(EMBED)
+        if own not in (None, size):
+            raise UserError(f"{subject}; {EMBED} is {own} where {size} is expected")
+        if size[1] != config.hidden_size and not {EMBED, "lm_head.weight"} <= head.shapes.keys():
+            raise UserError(f"{subject} of width {size[1]}, and the file lacks embeddings or head")
     shapes = {n: s for n, s in head.shapes.items() if n != EMBED}
     if len(getattr(net, "d2t", ())) == config.vocab_size:
         shapes.setdefault("d2t", (config.vocab_size,))  # optional for a full vocabulary
     insist_on_tensors(subject, net, shapes)
+
+
+def _insist_on_usual(head: layouts.Head, config: Any, subject: str) -> None:
+    """Raise UserError for a setting of EAGLE heads that is not run here. config: the target's."""
+    rope = head.config.get("rope_parameters") or head.config.get("rope_scaling") or {}
+    settings = {"logit_scale": 1, "partial_rotary_factor": 1}
+    for name, usual in settings.items():
+        if (value := head.config.get(name, rope.get(name))) not in (None, usual):
+            raise UserError(f"{subject} with {name} {value}, which is not run here")
+    if "sliding_attention" in (head.config.get("layer_types") or []):
+        raise UserError(f"{subject} with windows, which are not run here")
+    if "lm_head.weight" in head.shapes or head.kind not in EAGLE3:
+        return
+    if head.config.get("draft_vocab_size") not in (None, config.vocab_size):
+        raise UserError(f"{subject}; the file lacks lm_head.weight")
+    if head.config.get("tie_word_embeddings") and not config.tie_word_embeddings:
+        raise UserError(f"{subject} whose LM head is the embeddings, which is not run here")
 
 
 def insist_on_kind(head: layouts.Head, *kinds: str) -> str:
@@ -70,6 +97,7 @@ def insist_on_tensors(subject: str, net: nn.Module, shapes: Mapping[str, tuple[i
 
 
 EMBED = "embed_tokens.weight"
+BIASES = {"attention_bias": "self_attn.o_proj", "mlp_bias": "mlp.up_proj"}
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 
 
@@ -89,14 +117,19 @@ def _sizes(head: layouts.Head, config: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _shape(head: layouts.Head, config: Any) -> EagleShape:
-    vocab, taps = head.config["vocab_size"], states_read(head, config.num_hidden_layers)
-    layers, mask = 1, 0
-    if head.kind in EAGLE3:
-        vocab = head.config.get("draft_vocab_size") or vocab
-    if head.kind == "peagle":
-        layers, mask = head.config.get("num_hidden_layers", 1), head.mask
-    layer, fc_bias = layer_config(head.config, layers), "fc.bias" in head.shapes
-    return EagleShape(head.kind, layer, vocab, taps, fc_bias, head.norms, mask)
+    layers, own = head.config.get("num_hidden_layers", 1), head.shapes
+    first = "midlayer" if head.kind in EAGLE3 else "layers.0"
+    biases = {name: f"{first}.{part}.bias" in own for name, part in BIASES.items()}
+    normed = f"{first}.self_attn.q_norm.weight" in own
+    vocab = head.config.get("draft_vocab_size") if head.kind in EAGLE3 else None
+    return EagleShape(
+        head.kind, layer_config(head.config | biases, layers, normed),
+        draft_vocab=(vocab or head.config["vocab_size"]) if "lm_head.weight" in own else 0,
+        taps=states_read(head, config.num_hidden_layers), norms=head.norms,
+        fc_bias="fc.bias" in own, biased=f"{first}.self_attn.q_proj.bias" in own,
+        mask=head.mask if head.kind == "peagle" else 0,
+        target=head.config.get("target_hidden_size") or 0, fuses=head.fuses,
+    )  # fmt: skip
 
 
 def _build(head: layouts.Head, config: Any, target: Any) -> Medusa | Eagle | Block:
