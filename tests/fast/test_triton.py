@@ -34,11 +34,12 @@ from specexp.models import lm, load
 from specexp.models.cache import SlotCache
 from specexp.models.lm import Forward
 from specexp.models.load import of_module
+from specexp.models.memory import Layer
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import TOKEN, Noise, Sampling
 from specexp.sequences import Sequences
 from specexp.serving.engine_rows import EngineRows
-from specexp.tree import Tree
+from specexp.tree import Branches, Tree
 
 TESTS = Path(__file__).parents[1]
 SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes of a block; the first also of smaller cards
@@ -92,6 +93,64 @@ def test_kernel_spills_or_outgrows_a_card(name, card, shared):
         or need["registers"] * 32 * need["warps"] > REGISTERS
     ]
     assert large == []
+    assert not any(need["narrow"] for need in table), "a row may have 2 ** 31 numbers in a layer"
+
+
+@pytest.mark.triton
+def test_draft_of_many_tokens_outgrows_a_launch(monkeypatch):
+    """A GPU takes 65,535 programs in all directions but the first."""
+    rows, grids = importlib.import_module("specexp.fast.gpu.rows"), []
+
+    class Noted:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(rows, "block_max_kernel", Noted())
+    logits = torch.empty(2, 1025, 262_208, dtype=torch.bfloat16, device="meta")  # Gemma 3's
+    assert rows.spoil(torch.empty(2, device="meta"), logits) is None
+    [(blocks, B)] = grids
+    assert blocks > 65_535 > B == 2
+
+
+def attended(spoilt: bool, window: int, shape: Tree | None) -> torch.Tensor:
+    """Attention of four tokens in two rows of different lengths. `spoilt`: what lies behind them,
+    and well before their windows, is NaN."""
+    B, n, S, K, d = 2, 4, 700, 2, 16
+    random = torch.Generator().manual_seed(0)
+    slots = torch.tensor([[150], [400]]) + torch.arange(n)
+    cache = SlotCache([Layer(window=window)], B, S, room=n)
+    cache.sizes = {window: S}  # no ring
+    cache.aim(slice(0, B), slots, S)
+    visible = shape and Branches(slots[:, :1], shape.nodes("cpu").ancestors)
+    info = AttentionInfo(cache, visible, slots, cache.kinds[0])
+    q = torch.randn(B, 4, n, d, generator=random)
+    keys, values = torch.randn(2, B, K, S, d, generator=random)
+    for row, slot in enumerate(slots[:, 0].tolist() if spoilt else ()):
+        for part in (keys, values):
+            part[row, :, slot + n :] = torch.nan
+            part[row, :, : max(0, slot - window - 64) if window else 0] = torch.nan
+    return ops.kernels_of(torch.device("cuda")).kernels[fused.attention](q, keys, values, info, 1)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("shape", [None, Tree.branching(1, 2)], ids=["chain", "tree"])
+@pytest.mark.parametrize("window", [0, 80])
+def test_attention_reads_slots_outside_a_row_or_its_window(shape, window):
+    assert torch.equal(attended(True, window, shape), attended(False, window, shape))
+
+
+@pytest.mark.interpreter
+def test_attention_over_strides_of_more_than_32_bits_is_refused():
+    """As of values that are a part of what latent attention makes for many heads."""
+    B, n, S, K, d = 1, 1, 1 << 18, 2, 16
+    cache, slots = SlotCache(1, B, S), torch.zeros(B, n, dtype=torch.int64)
+    cache.aim(slice(0, B), slots, S)
+    info = AttentionInfo(cache, None, slots, cache.kinds[0])
+    run = ops.kernels_of(torch.device("cuda")).kernels[fused.attention]
+    q, small = torch.randn(B, K, n, d), torch.empty(B, K, S, d, device="meta")
+    wide = torch.empty_strided((B, K, S, d), (1 << 31, 64, 1 << 13, 1), device="meta")
+    assert run(q, small, wide, info, 1.0) is NotImplemented
 
 
 @pytest.mark.interpreter

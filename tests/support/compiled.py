@@ -63,6 +63,8 @@ def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         more = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
         more |= registers(kernel.asm["cubin"])
+        # strides of a cache by which whole numbers of 32 bits are multiplied
+        more["narrow"] = re.findall(r"muli %\w+, %([kv]_[bhs]) : i32", kernel.asm["ttir"])
         given = dict(zip(self.arg_names, args, strict=False))
         if self.__name__ == "rotate_kernel":  # of the cache it writes its own slots alone
             given |= {"keys": None, "values": None}

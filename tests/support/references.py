@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from support.bounds import inside
 
 from specexp import ops
 from specexp.models import lm
@@ -36,12 +37,13 @@ def lightened() -> Iterator[None]:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Meanwhile a GPU's kernels run on a CPU, in Triton's interpreter."""
+    """Meanwhile a GPU's kernels run on a CPU, in Triton's interpreter, inside their tensors."""
     home = ops.kernels_of(torch.device("cuda"))
     ops.forget()
     for op in ops.OPS.values():
         run, ready = op.kernels.get("cuda", (None, None))
         if ready is home.triton_runs:
             op.chosen[torch.device("cpu")] = run
-    yield
+    with inside():
+        yield
     ops.forget()

@@ -196,6 +196,7 @@ def attention(
     kind, size = info.kind, info.size
     fit = slots.shape == (B, n) and keys.shape == (B, K, S, d) == values.shape and not H % K
     fit = fit and (sinks is None or sinks.shape == (H,)) and d * q.itemsize <= WIDEST
+    fit = fit and S * max(keys.stride(2), values.stride(2)) < 1 << 31  # slots are 32 bits wide
     if not fit or kind.chunk:
         return NotImplemented
     if visible is not None and 0 < kind.window < ancestors.shape[2]:

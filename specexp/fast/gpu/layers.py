@@ -30,7 +30,7 @@ def rotate_kernel(
     [B * n, (H + 2K) D], and writes a query to q [B, H, n, D], a key or value to its place in the
     cache. cos, sin: [B * n, D]. WIDE: D rounded up to a power of two."""
     wait_for_previous(DEPENDENT)
-    at, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, token = at // n, at % n
     d = tl.arange(0, WIDE)
     real = d < D
@@ -220,8 +220,9 @@ def turn_kernel(
     """lighter.rotate of q [B, H, n, D] and k [B, K, n, D], written to q_out and k_out. A program
     owns one head of one token."""
     wait_for_previous(DEPENDENT)
-    at, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
-    row, token, real, other = at // n, at % n, d < D, (d + D // 2) % D
+    at, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, token, d = at // n, at % n, tl.arange(0, WIDE)
+    real, other = d < D, (d + D // 2) % D
     if head < H:
         here = q + row * q_b + head * q_h + token * q_n
         to = q_out + ((row * H + head) * n + token) * D

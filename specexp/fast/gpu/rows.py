@@ -92,8 +92,8 @@ def store_kernel(
 ):  # fmt: skip
     """cache.store: new_keys [B, K, n, d_k] and new_values [B, K, n, d_v] go to their places in keys
     and values [B, K, S, d]. A program owns one head of one token."""
-    at, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDE)
-    row, token = at // n, at % n
+    at, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, token, d = at // n, at % n, tl.arange(0, WIDE)
     place = tl.load(places + row * places_b + token * places_n)
     x = tl.load(new_keys + row * x_b + head * x_h + token * x_n + d, d < d_k, other=0.0)
     y = tl.load(new_values + row * y_b + head * y_h + token * y_n + d, d < d_v, other=0.0)
@@ -126,7 +126,7 @@ def keep_kernel(
 ):  # fmt: skip
     """Slots.keep: copies keys and values [B, K, S, d] from slots `source` [B, n] to `slots` [B, n].
     A program owns one key head of a row."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     place, at = tl.arange(0, PLACES), tl.arange(0, WIDE)
     real = (place < n)[:, None] & (at < d)[None, :]
     old = tl.load(source + row * source_b + place, place < n, other=0)[:, None]
@@ -321,10 +321,11 @@ def vote(self: Suffix, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
 def block_max_kernel(logits, tops, size, BLOCK: tl.constexpr):
     """For lm.spoil: writes to tops [B, blocks] the largest logit of each block, or infinity if one
     is NaN. A program owns a block."""
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * size + at, at < size, other=-float("inf")).to(tl.float32)
     top = tl.max(tl.where(x != x, float("inf"), x), 0)
-    tl.store(tops + row * tl.num_programs(1) + tl.program_id(1), top)
+    tl.store(tops + row * tl.num_programs(0) + block, top)
 
 
 def spoil(fault: Tensor, logits: Tensor) -> Any:
@@ -332,7 +333,7 @@ def spoil(fault: Tensor, logits: Tensor) -> Any:
         return NotImplemented
     B, size = len(logits), logits[0].numel()
     tops = torch.empty(B, blocks_of(4 * AT_ONCE, size), dtype=torch.float32, device=logits.device)
-    block_max_kernel[tops.shape](logits, tops, size, BLOCK=4 * AT_ONCE)
+    block_max_kernel[tops.T.shape](logits, tops, size, BLOCK=4 * AT_ONCE)
     fault.add_(tops.amax(1), alpha=0)
     return None
 

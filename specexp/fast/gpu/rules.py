@@ -222,7 +222,7 @@ def prefix_weights_kernel(
     """rules.Block: writes a chain's notes. A program owns a row, and reads at draft tokens only."""
     wait_for_previous(DEPENDENT)
     row, node = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    place = row * N + node
+    place = row * N + tl.minimum(node, N - 1)
     x = tl.load(tokens + place + 1, node + 1 < N, other=-1).to(tl.int32)
     exists = tl.cumsum(((x < 0) | (x >= V)).to(tl.int32), 0) == 0
     px, qx = residuals(
