@@ -110,7 +110,8 @@ def generate(
 
 
 def _all(every: Sequence[tuple[Prompt, Acceptance, dict[str, Any]]]) -> Iterator[str]:
-    """What all prompts say together, in lines. Of each: itself, its counts, and `_timed`."""
+    """What all prompts say together, in lines; no verdict if most timings are doubtful. Of each
+    prompt: itself, its counts, and `_timed`."""
     import pandas as pd
 
     from specexp.measure import statistics, summaries
@@ -127,8 +128,9 @@ def _all(every: Sequence[tuple[Prompt, Acceptance, dict[str, Any]]]) -> Iterator
         timed = pd.DataFrame(rows)
         [speedup] = statistics.simultaneous([summaries.speedup(timed)])
         doubts = int((~timed["credible"]).sum())
-        doubt = f"; timings of {counted(doubts, 'prompt')} are doubtful" * (doubts > 0)
-        yield f"speedup {speedup}: {statistics.verdict(speedup)}{doubt}"
+        doubt = [f"timings of {counted(doubts, 'prompt')} are doubtful"] * (doubts > 0)
+        verdict = [statistics.verdict(speedup)] * (2 * doubts <= len(timed))
+        yield f"speedup {speedup}: {'; '.join([*verdict, *doubt])}"
 
 
 def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, Any], Output]:

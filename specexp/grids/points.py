@@ -20,7 +20,7 @@ from specexp.grids.grid_file import MAX_POINTS, Grid, Report, canonical, listed
 from specexp.grids.identity import Identity
 from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
-from specexp.measure.parameters import Problem
+from specexp.measure.parameters import Problem, mentioned
 from specexp.tracking import mlflow_view, results
 from specexp.zoo.known import Known
 
@@ -141,7 +141,8 @@ def _points(
         for problem in problems:
             lines_of = (grid.where(n, written, entry, problem.what) for n in problem.names)
             line = next(filter(None, lines_of), grid.line)
-            wrong.setdefault(problem.what, set()).add(line)
+            what = problem.what + _default(grid, problem, written, entry)
+            wrong.setdefault(what, set()).add(line)
         if not found:
             continue
         good[rest] = found
@@ -158,6 +159,17 @@ def _points(
     for what, numbers in wrong.items():
         for line in numbers:
             report.add(grid.path, line, what)
+
+
+def _default(grid: Grid, problem: Problem, written: dict[str, Any], entry: int | None) -> str:
+    """Which drafter that the notebook, not the grid file, names a problem is about."""
+    for name in problem.names:
+        if name not in ("drafter", "rivals") or grid.where(name, written, entry):
+            continue
+        for value in parameters.values(written, name):
+            if mentioned(value, problem.what):
+                return f" ({value} is the notebook's default: set {name} in this file)"
+    return ""
 
 
 # --- which, and how many -------------------------------------------------------------------------

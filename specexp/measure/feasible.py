@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from specexp import fitting, objects
-from specexp.errors import UserError, first_line, refusing
+from specexp.errors import UserError, counted, first_line, refusing
 from specexp.measure import prompts
 from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
 from specexp.models import memory
@@ -174,7 +174,7 @@ def _check_models(
     if longest > context:
         name = texts[needs.index(longest)].question_id
         more = sum(need > context for need in needs) - 1
-        others = f" ({more} more prompts are too long)" if more else ""
+        others = f" (also too long: {counted(more, 'more prompt')})" * (more > 0)
         findings.add(
             f"prompt {name} with {new} new tokens needs {longest} tokens, {longest - context} more "
             f"than the {in_words} of {target}{others}",

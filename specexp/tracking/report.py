@@ -33,6 +33,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 SETTING = ("target", "prompts", "limit", "chat", "temperature", "temperatures", "top_k", "top_p",
            "min_p", "sampling", "max_new_tokens")  # fmt: skip
 USUAL = {"chat": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given"}
+MODELS_OWN = ("temperature", "model")  # by that sampling, the parameter says nothing
 MOST_FIGURES = 40  # of one experiment: some megabytes
 FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
 
@@ -366,7 +367,7 @@ def setting(part: Sequence[Run]) -> str:
     params, words = [run.record["params"] for run in part], list[str]()
     counts = dict.fromkeys(str(run.prompts) for run in part if run.prompts)
     for name in SETTING:
-        given = [each[name] for each in params if name in each]
+        given = [p[name] for p in params if name in p and (name, p.get("sampling")) != MODELS_OWN]
         if all(value == USUAL.get(name) for value in given) or (name == "limit" and counts):
             continue
         number = f" ({' / '.join(counts)} used)" * (name == "prompts" and bool(counts))

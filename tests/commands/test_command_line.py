@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp import names
 from specexp.commands import app, options
+from specexp.commands import generate as generating
 from specexp.drafters.plain import Plain
 from specexp.engine import Engine
 from specexp.errors import UserError
@@ -294,6 +295,24 @@ def test_several_prompts_are_separated_by_a_rule_and_counted_together(run, tiny_
     last = rules[-1]
     assert lines[last + 1] == "all 2 prompts: 4 tokens in 4 target passes: 1.00 per pass"
     assert re.match(r"speedup [\d.]+ \[[\d.]+, [\d.]+\]: .*too few prompts", lines[last + 2])
+
+
+@pytest.mark.parametrize("doubtful", [1, 2])
+def test_prompts_have_no_verdict_if_most_timings_are_doubtful(
+    run, tiny_folders, questions, monkeypatch, doubtful
+):
+    time, sure = generating._timed, iter([False] * doubtful + [True] * 3)
+
+    def timed(*args):
+        speed, output = time(*args)
+        return speed | {"credible": next(sure), "spread": 2.0}, output
+
+    monkeypatch.setattr(generating, "_timed", timed)
+    words = ("generate", "--target", tiny_folders[0], "--drafter", "ngram", "--prompts", questions)
+    *_, said = run(*words, "--limit", "3", "--max-new-tokens", "8")[1].splitlines()
+    prompts = "1 prompt" if doubtful == 1 else "2 prompts"
+    assert said.endswith(f"timings of {prompts} are doubtful")
+    assert ("too few prompts" in said) == (doubtful == 1)
 
 
 def test_generate_follows_the_generation_config_of_the_target(run, tiny_folders, tmp_path):

@@ -1105,7 +1105,21 @@ def test_check_applies_temperatures_to_the_drafter_not_rivals():
 
 def test_check_reports_too_long_prompts_in_one_line():
     [said] = parameters.check({"target": "target-10m", "max_new_tokens": 10**6})
-    assert said.endswith("more prompts are too long)")
+    assert said.endswith("(also too long: 79 more prompts)")
+    [said] = parameters.check({"target": "target-10m", "max_new_tokens": 10**6, "limit": 2})
+    assert said.endswith("(also too long: 1 more prompt)")
+
+
+def test_a_drafter_that_the_grid_file_does_not_set_is_said_to_be_the_notebooks(load):
+    fixed = {"target": "random-tiny", "max_new_tokens": 8}
+    named = {"notebook": str(ACCEPTANCE), "fixed": fixed | {"drafter": "medusa"}}
+    assert not any("medusa is the" in line for line in refusal(load, named)), "this file has it"
+    drafters = str(ACCEPTANCE.with_name("40_drafters.ipynb"))
+    said = refusal(load, {"notebook": drafters, "fixed": fixed})
+    [eagle] = [line for line in said if "no eagle heads" in line]
+    assert eagle.endswith("(eagle is the notebook's default: set drafter in this file)")
+    [medusa] = [line for line in said if "no medusa heads" in line]
+    assert medusa.endswith("(medusa is the notebook's default: set rivals in this file)")
 
 
 def test_default_gamma_is_within_the_drafters_depth():

@@ -100,6 +100,14 @@ def test_page_holds_question_answer_figures_and_command(store):
     assert text.index("ngram: 1 figure") < text.index("suffix: 1 figure")
 
 
+def test_page_shows_no_temperature_where_the_model_decides_it(store):
+    committed("a", FAST, target="acme-10m", temperature=0.0, sampling="model")
+    assert report.setting(report.of("mine")) == "target acme-10m; sampling model"
+    committed("b", FAST, target="acme-10m", temperature=0.8, sampling="given")
+    said = report.setting(report.of("mine"))
+    assert said == "target acme-10m; temperature 0.8; sampling model / given"
+
+
 def test_page_says_what_was_run_and_holds_a_grid_file_that_runs_it_again(store, tmp_path):
     source = {"mlflow.source.name": "notebooks/10_acceptance.ipynb", "device": "cpu"}
     fixed = {"target": "../models/acme-10m", "prompts": "../mine.jsonl", "top_p": 1.0,
