@@ -136,28 +136,31 @@ def edges(
     Trees that are grown have another shape each round and are left out.
 
     One row an arm and node, with columns arm, node, parent, depth, child (the number among its
-    siblings), accepted (rounds) and rate (of the rounds that accepted its parent)."""
+    siblings), accepted (rounds) and rate (of the rounds that accepted its parent, but for those
+    whose output ended there)."""
     rows: list[dict[str, Any]] = []
     for name, pairing in arms.items():
         tree = single_stream_tree(pairing.engine.policy)
         if tree.width:
             continue
-        accepted = np.zeros(len(tree), int)
+        accepted, judged = np.zeros((2, len(tree)), int)
         for chunk in _chunks(prompts):
             output = pairing.generate([p.text for p in chunk], max_new_tokens)
             for row, tokens in enumerate(output.tokens):
                 new = iter(tokens)
                 for step in output.trace.steps(row):
-                    accepted[_path(tree, step, [next(new) for _ in range(step.emitted)])] += 1
+                    path = _path(tree, step, [next(new) for _ in range(step.emitted)])
+                    accepted[path] += 1
+                    judged[path[: len(path) - (step.emitted < step.accepted)]] += 1
         for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
             rows.append({"arm": name, "node": node, "parent": parent, "depth": depth,
                          "child": node - tree.parents.index(parent), "accepted": accepted[node],
-                         "rate": accepted[node] / max(1, accepted[max(0, parent)])})  # fmt: skip
+                         "rate": accepted[node] / max(1, judged[max(0, parent)])})  # fmt: skip
     return pd.DataFrame(rows)
 
 
 def _path(tree: Tree, step: Step, emitted: list[int]) -> list[int]:
-    """The nodes that a round accepted, from the root."""
+    """The nodes that a round accepted, from the root; without those behind an output's end."""
     path = [0]
     for token in emitted[: step.accepted]:
         children = (i for i, parent in enumerate(tree.parents) if parent == path[-1])
