@@ -376,6 +376,18 @@ def test_throughput_ignores_eos(pairing):
     assert pairing.engine.eos
 
 
+def test_text_behind_eos_does_not_count_in_a_batch(pairing, monkeypatch):
+    """Rows that end early weigh as much, and accept as often, as in single streams."""
+    outputs = pairing.engine.generate(pairing.encode([p.text for p in PROMPTS]), 12).tokens
+    monkeypatch.setattr(pairing.engine, "eos", (outputs[0][2], outputs[1][5]))
+    alone = one_pairing.latency_by_arm({"own": pairing}, PROMPTS, 12)
+    columns = ["tokens", "plain_tokens", "passes", "drafted", "accepted", "emitted", "cut"]
+    assert alone["tokens"].min() < alone["tokens"].max()
+    for batch, part in one_pairing.throughput(pairing, PROMPTS, [1, 4], 12).groupby("batch"):
+        each = part[part["repeat"] == 0][columns]
+        assert each.to_numpy().tolist() == alone[columns].to_numpy().tolist(), batch
+
+
 def test_prediction_starts_from_the_plain_step(pairing):
     costs = one_pairing.pass_costs(pairing, PROMPTS, [1, 3], repeats=3)
     assert list(costs["gamma"]) == [0, 1, 3]
