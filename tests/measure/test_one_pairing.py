@@ -402,6 +402,15 @@ def test_prediction_starts_from_the_plain_step(pairing):
     assert predicted.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
 
 
+def test_prediction_of_an_arm_counts_no_token_that_the_end_cut_off():
+    whole, cut = (Acceptance(12, 16 - n, n, (0, 0, 0, 4)) for n in (0, 4))
+    costs = pd.DataFrame({"arm": ["whole", "cut"], "draft_s": 0.5, "verify_s": 1.25, "rest_s": 0.25,
+                          "step_s": 1.0})  # fmt: skip
+    samples = pd.DataFrame({"arm": ["whole", "cut"], "record": [whole, cut]})
+    foreseen = summaries.foreseen(samples, "arm", costs)
+    assert foreseen["speedup"].tolist() == [4 / 2, 3 / 2]
+
+
 def test_arm_metrics_are_in_plain_steps(latency):
     costs = {"arm": ["x"], "draft_s": 2.0, "verify_s": 5.0, "rest_s": 1.0, "step_s": 4.0,
              "weights_mb": 0.0, "kv_bytes": 0}  # fmt: skip
