@@ -55,8 +55,7 @@ class Output(Generation):
     def tokens_per_pass(self) -> float:
         """Mean tokens emitted per target forward pass and row, without prefill; 1 if nothing is
         drafted."""
-        counts = self.acceptance
-        return counts.emitted / counts.passes if counts.passes else float("nan")
+        return self.acceptance.tokens_per_pass
 
     def __repr__(self) -> str:
         return f"Output({self.acceptance})"

@@ -49,6 +49,19 @@ class Generation:
     tokens: list[list[int]]
     trace: Trace
 
+    def until(self, eos: Sequence[int]) -> Trace:
+        """What happened in each row up to the first of these tokens, as if that had ended it."""
+        left = [
+            next((n for n, t in enumerate(row, 1) if t in eos), len(row)) for row in self.tokens
+        ]
+        rounds = []
+        for r in self.trace.rounds:
+            steps = [s._replace(emitted=min(s.emitted, left[s.row])) for s in r.steps]
+            for s in steps:
+                left[s.row] -= s.emitted
+            rounds.append(r._replace(steps=tuple(s for s in steps if s.emitted)))
+        return replace(self.trace, rounds=rounds)
+
 
 class Engine:
     """Runs the rounds of a target and a drafter.

@@ -155,6 +155,11 @@ class Acceptance:
         return 1 + self.accepted / self.passes if self.passes else float("nan")
 
     @property
+    def tokens_per_pass(self) -> float:
+        """Tokens emitted per target pass: `length` without what was cut off."""
+        return self.emitted / self.passes if self.passes else float("nan")
+
+    @property
     def marginal(self) -> tuple[float, ...]:
         """P(at least i draft tokens accepted) for i = 1, 2, ..."""
         reached = self._reached()

@@ -173,6 +173,7 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
         measured = summaries.speedup(part).interval
         record = summaries.pooled(part)
         own = costs.speedup(batch, gamma, record.conditional, context)
+        own *= record.tokens_per_pass / record.length
         fits = theory.credible(measured.value, record.length, own)
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}

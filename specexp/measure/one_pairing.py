@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from specexp import theory
 from specexp.api import Pairing
 from specexp.drafters import named
-from specexp.engine import Engine
+from specexp.engine import Engine, Generation
 from specexp.errors import UserError, brief
 from specexp.measure import interleave, statistics
 from specexp.measure.costs import LEAD, added_bytes
@@ -136,28 +136,31 @@ def edges(
     Trees that are grown have another shape each round and are left out.
 
     One row an arm and node, with columns arm, node, parent, depth, child (the number among its
-    siblings), accepted (rounds) and rate (of the rounds that accepted its parent)."""
+    siblings), accepted (rounds) and rate (of the rounds that accepted its parent, but for those
+    whose output ended there)."""
     rows: list[dict[str, Any]] = []
     for name, pairing in arms.items():
         tree = single_stream_tree(pairing.engine.policy)
         if tree.width:
             continue
-        accepted = np.zeros(len(tree), int)
+        accepted, judged = np.zeros((2, len(tree)), int)
         for chunk in _chunks(prompts):
             output = pairing.generate([p.text for p in chunk], max_new_tokens)
             for row, tokens in enumerate(output.tokens):
                 new = iter(tokens)
                 for step in output.trace.steps(row):
-                    accepted[_path(tree, step, [next(new) for _ in range(step.emitted)])] += 1
+                    path = _path(tree, step, [next(new) for _ in range(step.emitted)])
+                    accepted[path] += 1
+                    judged[path[: len(path) - (step.emitted < step.accepted)]] += 1
         for node, (parent, depth) in enumerate(zip(tree.parents, tree.depths, strict=True)):
             rows.append({"arm": name, "node": node, "parent": parent, "depth": depth,
                          "child": node - tree.parents.index(parent), "accepted": accepted[node],
-                         "rate": accepted[node] / max(1, accepted[max(0, parent)])})  # fmt: skip
+                         "rate": accepted[node] / max(1, judged[max(0, parent)])})  # fmt: skip
     return pd.DataFrame(rows)
 
 
 def _path(tree: Tree, step: Step, emitted: list[int]) -> list[int]:
-    """The nodes that a round accepted, from the root."""
+    """The nodes that a round accepted, from the root; without those behind an output's end."""
     path = [0]
     for token in emitted[: step.accepted]:
         children = (i for i, parent in enumerate(tree.parents) if parent == path[-1])
@@ -191,13 +194,13 @@ def latency_by_arm(
     turns = _by_turns(engines, items, max_new_tokens, "latency")
     rows = [
         _labels(arms[arm], prompt)
-        | {"arm": arm, "repeat": repeat, "ttft_s": trace.ttft_s}
-        | {"s": trace.decode_s, "tokens": trace.emitted}
-        | {"plain_s": traces[PLAIN].decode_s, "plain_tokens": traces[PLAIN].emitted}
-        | _counts(trace)
-        for (repeat, prompt), traces in zip(product(range(repeats), prompts), turns, strict=True)
-        for arm, trace in traces.items()
-        if arm != PLAIN
+        | {"arm": arm, "repeat": repeat, "ttft_s": output.trace.ttft_s}
+        | {"s": output.trace.decode_s, "tokens": output.trace.emitted}
+        | {"plain_s": plain.trace.decode_s, "plain_tokens": plain.trace.emitted}
+        | _counts(output.trace)
+        for (repeat, prompt), outputs in zip(product(range(repeats), prompts), turns, strict=True)
+        for plain in [outputs.pop(PLAIN)]
+        for arm, output in outputs.items()
     ]
     return _drop_remembered_repeats(pd.DataFrame(rows), "arm", notes)
 
@@ -209,9 +212,9 @@ def throughput(
     """Speculation and plain decoding take turns on static batches of each size.
 
     Every size sees all prompts; the last batch is filled with some of them again, which do not
-    count. A size with fewer than `statistics.MIN_REPEATS` batches is repeated more often. EOS is
-    ignored and only rounds in which every row is live are timed, so the batch really has that size;
-    tokens count in all rounds, as for one stream.
+    count. A size with fewer than `statistics.MIN_REPEATS` batches is repeated more often. Rows go
+    on after EOS and only rounds in which every row is live are timed, so the batch really has that
+    size; tokens and passes count in all rounds up to a row's EOS, as for one stream.
 
     One row per batch size, prompt and repeat: the columns of `acceptance`, and batch, number (of
     the batch of prompts), repeat; s, tokens, plain_s, plain_tokens as in `latency_by_arm`, where
@@ -230,11 +233,12 @@ def throughput(
         ids = [[text for _, text in item] for item in items]
         engines, numbers = {PLAIN: plain, "fast": fast}, product(range(often), range(count))
         turns = _by_turns(engines, ids, max_new_tokens, f"throughput, batch {batch}")
-        for (repeat, number), item, traces in zip(numbers, items, turns, strict=True):
-            s, plain_s = row_round_s(traces["fast"]), row_round_s(traces[PLAIN])
+        for (repeat, number), item, outputs in zip(numbers, items, turns, strict=True):
+            s, plain_s = (row_round_s(outputs[arm].trace) for arm in ("fast", PLAIN))
+            drafted, plainly = (outputs[arm].until(pairing.engine.eos) for arm in ("fast", PLAIN))
             context = max(len(text) for _, text in item) + max_new_tokens
             for row, (prompt, _) in enumerate(item[: len(prompts) - number * batch]):
-                counts, plain_passes = _counts(traces["fast"], row), len(traces[PLAIN].steps(row))
+                counts, plain_passes = _counts(drafted, row), len(plainly.steps(row))
                 rows.append(
                     _labels(pairing, prompt) | counts
                     | {"batch": batch, "number": number, "repeat": repeat, "context": context}
@@ -246,8 +250,8 @@ def throughput(
 
 def _by_turns(
     engines: Mapping[Any, Engine], items: Sequence[list[list[int]]], max_new_tokens: int, label: str
-) -> Iterator[dict[Any, Trace]]:
-    """Let all engines generate every item, a batch of token ids, in turns; yields their traces of
+) -> Iterator[dict[Any, Generation]]:
+    """Let all engines generate every item, a batch of token ids, in turns; yields their outputs of
     each item.
 
     If rounds are recorded, one item of every buffer size is generated first as a warm-up, the
@@ -265,7 +269,7 @@ def _by_turns(
     warm = [*largest_first[:1], *largest_first]
     turns = interleave.time_in_turns(arms, items, device, label, warm=warm)
     for each in zip(*turns.values(), strict=True):
-        yield {arm: turn.result.trace for arm, turn in zip(turns, each, strict=True)}
+        yield {arm: turn.result for arm, turn in zip(turns, each, strict=True)}
 
 
 def _drop_remembered_repeats(

@@ -261,7 +261,7 @@ def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
 
 
 def foreseen(samples: pd.DataFrame, by: str, costs: pd.DataFrame) -> pd.DataFrame:
-    """The speedup predicted from the acceptance length of each arm and the costs of its rounds.
+    """The speedup predicted from each arm's tokens per pass and the costs of its rounds.
 
     costs: from `one_pairing.arm_costs`, with values of the column `by` of the samples as arms. One
     row an arm of both, with columns `by`, speedup and verify (a pass and the rule, in plain steps).
@@ -271,7 +271,7 @@ def foreseen(samples: pd.DataFrame, by: str, costs: pd.DataFrame) -> pd.DataFram
         part = samples[samples[by] == row["arm"]]
         if len(part):
             check = row["verify_s"] + row["rest_s"]
-            speedup = pooled(part).length * row["step_s"] / (row["draft_s"] + check)
+            speedup = pooled(part).tokens_per_pass * row["step_s"] / (row["draft_s"] + check)
             rows.append({by: row["arm"], "speedup": speedup, "verify": check / row["step_s"]})
     return pd.DataFrame(rows, columns=[by, "speedup", "verify"])
 

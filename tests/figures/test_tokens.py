@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from support.questions import PROMPTS
 
-from specexp import figures
+from specexp import api, figures
 from specexp.figures import pairings, style, tokens
 from specexp.measure import one_pairing
 from specexp.trace import Round, Step
@@ -132,6 +132,14 @@ def test_tokens_of_other_scripts_are_drawn_in_fonts_that_are_installed(pairing, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a glyph that is missing from all fonts is warned of
         figure.canvas.draw()
+
+
+@pytest.mark.parametrize("new", [6, 7, 9])
+def test_what_an_outputs_end_cuts_off_is_not_rejected(tiny_folders, new):
+    """A target that drafts for itself: all that it drafts is accepted."""
+    own = api.load(tiny_folders[0], drafter=tiny_folders[0], gamma=4)
+    edges = one_pairing.edges({"own": own}, PROMPTS, new)
+    assert edges["rate"].tolist() == [1.0] * 5
 
 
 def test_edges_count_what_the_trace_counts(pairing):

@@ -298,6 +298,18 @@ def test_compare_is_exact_for_a_true_table():
     assert next(off.itertuples(index=False))[:3] == (1, 2, 128)
 
 
+def test_prediction_from_the_same_runs_counts_no_token_that_the_end_cut_off():
+    table, kept = planted(), Acceptance.pooled(SAMPLES["record"])
+    cut = replace(kept, emitted=kept.emitted - 20, cut=20)
+    samples = throughputs(table, 1.0)
+    whole, short = (
+        break_even.compare(table, SAMPLES, samples.assign(record=[record] * len(samples)))
+        for record in (kept, cut)
+    )
+    share = (short["predicted_own"] / whole["predicted_own"]).tolist()
+    assert share == pytest.approx([cut.emitted / kept.emitted] * 4)
+
+
 def test_measured_points_of_a_map_that_cannot_be_are_said():
     table, taxes = planted(), pd.DataFrame({"batch": [2, 8], "tax": [0.1, 0.0]})
     for factor, credible in ((1.1, 1), (3.5, 0), (0.3, 0)):

@@ -376,6 +376,18 @@ def test_throughput_ignores_eos(pairing):
     assert pairing.engine.eos
 
 
+def test_text_behind_eos_does_not_count_in_a_batch(pairing, monkeypatch):
+    """Rows that end early weigh as much, and accept as often, as in single streams."""
+    outputs = pairing.engine.generate(pairing.encode([p.text for p in PROMPTS]), 12).tokens
+    monkeypatch.setattr(pairing.engine, "eos", (outputs[0][2], outputs[1][5]))
+    alone = one_pairing.latency_by_arm({"own": pairing}, PROMPTS, 12)
+    columns = ["tokens", "plain_tokens", "passes", "drafted", "accepted", "emitted", "cut"]
+    assert alone["tokens"].min() < alone["tokens"].max()
+    for batch, part in one_pairing.throughput(pairing, PROMPTS, [1, 4], 12).groupby("batch"):
+        each = part[part["repeat"] == 0][columns]
+        assert each.to_numpy().tolist() == alone[columns].to_numpy().tolist(), batch
+
+
 def test_prediction_starts_from_the_plain_step(pairing):
     costs = one_pairing.pass_costs(pairing, PROMPTS, [1, 3], repeats=3)
     assert list(costs["gamma"]) == [0, 1, 3]
@@ -388,6 +400,15 @@ def test_prediction_starts_from_the_plain_step(pairing):
     assert predicted.loc[0, "speedup"] == 1
     assert predicted.loc[2, "tokens"] == record.length == 2
     assert predicted.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
+
+
+def test_prediction_of_an_arm_counts_no_token_that_the_end_cut_off():
+    whole, cut = (Acceptance(12, 16 - n, n, (0, 0, 0, 4)) for n in (0, 4))
+    costs = pd.DataFrame({"arm": ["whole", "cut"], "draft_s": 0.5, "verify_s": 1.25, "rest_s": 0.25,
+                          "step_s": 1.0})  # fmt: skip
+    samples = pd.DataFrame({"arm": ["whole", "cut"], "record": [whole, cut]})
+    foreseen = summaries.foreseen(samples, "arm", costs)
+    assert foreseen["speedup"].tolist() == [4 / 2, 3 / 2]
 
 
 def test_arm_metrics_are_in_plain_steps(latency):

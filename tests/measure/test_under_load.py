@@ -160,6 +160,18 @@ def test_regret_is_against_the_best_fixed_choice():
         under_load.regrets(few[few["policy"] == "goodput"])
 
 
+def test_of_policies_that_are_all_alike_hardly_one_is_said_to_lose_at_any_load():
+    rng, names, losing = np.random.default_rng(1), ("plain", "always:1", "always:3", "goodput"), 0
+    for _ in range(40):
+        loads = [
+            samples(**{n: [(s, 10) for s in np.exp(rng.normal(0, 0.05, 16))] for n in names})
+            for _ in range(6)
+        ]
+        lost = under_load.regrets(pd.concat(at.assign(load=n) for n, at in enumerate(loads)))
+        losing += (lost["low"] > 0).any()
+    assert losing <= 3
+
+
 def test_regret_interval_has_low_below_high():
     rng = np.random.default_rng(0)
     turns = samples(plain=[(1, 10)] * 9, goodput=[(1, n) for n in rng.integers(5, 10, 9)])

@@ -1,6 +1,6 @@
 """Metrics from the steps and responses of servers: rates, regrets, latencies, goodput."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from specexp.serving.requests import Response, ServerStep
 from specexp.serving.sources import Run
 
 QUANTILES = (50, 95, 99)
+EVEN = statistics.Interval(1.0, 1.0, 1.0)  # the speedup of a policy over itself
 MIN_SAMPLES = {50: 1, 95: 60, 99: 662}  # samples below which a quantile is not reported
 
 
@@ -31,20 +32,19 @@ def totals(steps: Sequence[ServerStep]) -> dict[str, float]:
     } | {field: sum(getattr(t, field) for t in steps) for field in fields}
 
 
-def _against(at: pd.DataFrame, base: str) -> Iterator[tuple[Any, pd.Series, statistics.Interval]]:
-    """Of each policy at one load: its name, its totals over turns, and its speedup over `base`. All
-    intervals at this load hold at once, so that any policy may be picked."""
+def _against(at: pd.DataFrame, base: str) -> dict[Any, statistics.Draws]:
+    """The speedup over `base` of each other policy at one load, from paired turns."""
     first = at[at["policy"] == base].set_index("turn")
-    parts = {
-        name: part.set_index("turn").loc[first.index].drop(columns=["policy", "load"])
+    others = {
+        name: part.set_index("turn").loc[first.index]
         for name, part in at.groupby("policy", sort=False)
+        if name != base
     }
-    others = {name: here for name, here in parts.items() if name != base}
-    columns = [(first["s"], first["tokens"], o["s"], o["tokens"]) for o in others.values()]
-    draws = [statistics.speedup_draws(*each, same_work=True) for each in columns]
-    own = dict(zip(others, statistics.simultaneous(draws), strict=True))
-    for name, here in parts.items():
-        yield name, here.sum(), own.get(name, statistics.Interval(1.0, 1.0, 1.0))
+    return {
+        name: statistics.speedup_draws(first["s"], first["tokens"], other["s"], other["tokens"],
+                                       same_work=True)
+        for name, other in others.items()
+    }  # fmt: skip
 
 
 def rates(samples: pd.DataFrame) -> pd.DataFrame:
@@ -53,11 +53,14 @@ def rates(samples: pd.DataFrame) -> pd.DataFrame:
     One row a load and policy, with columns load, policy, tok_s; the speedup over plain decoding
     with its interval low, high over turns and its doubt (see `summaries.judged`); and three shares:
     speculated (of rows), kept (of draft tokens accepted), overhead (of the time, the scheduler's
-    own)."""
+    own). All intervals at a load hold at once, so that any policy may be picked."""
     rows = []
     for load, at in samples.groupby("load"):
         base = at.loc[at["policy"] == "plain", ["tokens", "rows"]].sum()
-        for name, total, s in _against(at, "plain"):
+        draws = _against(at, "plain")
+        own = dict(zip(draws, statistics.simultaneous([*draws.values()]), strict=True))
+        for name, part in at.groupby("policy", sort=False):
+            s, total = own.get(name, EVEN), part.drop(columns="policy").sum()
             rows.append(
                 {"load": load, "policy": name, "tok_s": total["tokens"] / total["s"]}
                 | s.columns("speedup")
@@ -75,19 +78,29 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
     plain decoding or a draft length, picked with hindsight; from `closed_loops`.
 
     One row a load and policy, with columns load, policy, oracle (the best fixed choice), regret and
-    its interval low, high over turns; negative where the policy is faster. Raises UserError where
-    no policy is fixed."""
-    rows = []
+    its interval low, high over turns; negative where the policy is faster. All intervals hold at
+    once, and whichever fixed choice is the best in truth: the one that was the fastest may have
+    been lucky. Raises UserError where no policy is fixed."""
+    draws, speeds = dict[Any, statistics.Draws](), dict[Any, pd.Series]()
     for load, at in samples.groupby("load"):
         total = at.groupby("policy", sort=False)[["tokens", "s"]].sum()
-        speed = total["tokens"] / total["s"]
-        fixed = [name for name in speed.index if is_fixed(name)]
+        speeds[load] = total["tokens"] / total["s"]
+        for base in filter(is_fixed, total.index):
+            draws |= {(load, base, name): each for name, each in _against(at, base).items()}
+    intervals = dict(zip(draws, statistics.simultaneous([*draws.values()]), strict=True))
+    rows = []
+    for load, speed in speeds.items():
+        fixed = [*filter(is_fixed, speed.index)]
         if not fixed:
             raise UserError("regret needs a fixed policy to compare with: plain or always:GAMMA")
-        oracle = str(speed[fixed].idxmax())
-        for name, _, s in _against(at, oracle):
-            head = {"load": load, "policy": name, "oracle": oracle}
-            rows.append(head | s.rest().columns("regret"))
+        oracle = speed[fixed].idxmax()
+        for name in speed.index:
+            lost = {base: intervals.get((load, base, name), EVEN).rest() for base in fixed}
+            rows.append(
+                {"load": load, "policy": name, "oracle": oracle, "regret": lost[oracle].value}
+                | {"low": max(each.low for each in lost.values())}
+                | {"high": max(each.high for each in lost.values())}
+            )
     return pd.DataFrame(rows)
 
 
