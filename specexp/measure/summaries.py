@@ -29,6 +29,11 @@ def pooled(samples: pd.DataFrame) -> Acceptance:
     return Acceptance.pooled(samples["record"])
 
 
+def once(samples: pd.DataFrame) -> pd.DataFrame:
+    """The first repeat: later ones are of the same texts, and so of no further draft tokens."""
+    return samples[samples["repeat"] == 0] if "repeat" in samples else samples
+
+
 def drafted_share(samples: pd.DataFrame) -> float:
     """Draft tokens over gamma times rounds, for chains in rows of `one_pairing.acceptance`. Below 1
     where a lookup found no match, or drafts were cut at the end of the output."""
@@ -60,7 +65,7 @@ def _table(by: str, column: str, draws: Mapping[Any, Draws]) -> pd.DataFrame:
 def length(samples: pd.DataFrame) -> Interval:
     """Acceptance length (1 + accepted / passes) with its interval over prompts. It is at least as
     wide as if every round accepted one token or none: where none did, the next may."""
-    accepted, passes = units(samples, "accepted", "passes")
+    accepted, passes = units(once(samples), "accepted", "passes")
     value = statistics.ratio(accepted, passes, accepted + passes)
     least = statistics.share(np.minimum(accepted, passes), passes)
     high = min(max(value.high, least.high), float(samples["gamma"].max()))
@@ -69,7 +74,7 @@ def length(samples: pd.DataFrame) -> Interval:
 
 def rate(samples: pd.DataFrame) -> Interval:
     """Acceptance rate (accepted / drafted) with its interval over prompts."""
-    accepted, drafted, passes = units(samples, "accepted", "drafted", "passes")
+    accepted, drafted, passes = units(once(samples), "accepted", "drafted", "passes")
     return statistics.share(accepted, drafted, drafted * (1 + accepted / np.maximum(passes, 1)))
 
 
@@ -317,7 +322,7 @@ def best_is_certain(table: pd.DataFrame, column: str) -> bool:
 
 def acceptance_metrics(samples: pd.DataFrame) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Metrics of the acceptance of one pairing, and its series over positions in the draft."""
-    record = pooled(samples)
+    record = pooled(once(samples))
     record.check()
     over_all = length(samples)
     metrics = _rate_metrics(samples, "acceptance/rate", "acceptance/rate_ci") | {
@@ -410,8 +415,8 @@ def throughput_metrics(
 
     `throughput/crossing_batch`: the smallest batch whose whole interval lies below 1."""
     by_batch = speedups(samples, "batch", expected)
-    once = (samples["batch"] == samples["batch"].min()) & (samples["repeat"] == 0)
-    metrics, series = acceptance_metrics(samples[once])  # all other rows repeat these prompts
+    of_one_size = samples[samples["batch"] == samples["batch"].min()]  # others repeat its prompts
+    metrics, series = acceptance_metrics(of_one_size)
     metrics |= _headline(by_batch.iloc[0], by_batch)
     metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
     with_interval = by_batch[(by_batch["low"] < by_batch["high"]) & sound(by_batch)]

@@ -309,6 +309,15 @@ def test_repeats_do_not_narrow_intervals(latency, throughput):
     assert metrics["counts/drafted"] == once["drafted"].sum()
 
 
+def test_repeats_of_texts_of_which_nothing_was_accepted_prove_no_more():
+    none = Acceptance(drafted=10, emitted=10, cut=0, histogram=(10,))
+    once = pd.DataFrame({"question_id": range(40), "accepted": 0, "drafted": 10, "passes": 10,
+                         "gamma": 1, "record": none, "repeat": 0})  # fmt: skip
+    thrice = pd.concat(once.assign(repeat=repeat) for repeat in range(3))
+    assert summaries.acceptance_metrics(thrice) == summaries.acceptance_metrics(once)
+    assert summaries.rate(thrice).high == summaries.rate(once).high > 0.005
+
+
 def test_throughput_times_full_batches_only(pairing, throughput):
     assert set(throughput["batch"]) == {1, 4}
     trace = pairing.generate([p.text for p in PROMPTS], 10).trace
