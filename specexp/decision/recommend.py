@@ -2,11 +2,12 @@
 
 It reads committed results and measures nothing. Results are joined if they share the target, the
 prompts, the length of the output, the sampling and the machine, whatever notebook or grid made
-them; all names of one folder are one model. At each batch size all settings measured there compete:
-a drafter's draft length is chosen among those that are certainly faster than plain decoding, by
-intervals that hold for all competitors at once (Bonferroni). A batch size between two measured ones
-gets the choice of the larger, as gains shrink with the batch; beyond the largest batch measured,
-and from the first at which nothing is certain, drafting is off.
+them; all names of one folder are one model. A grid's result is left out if a newer one of the same
+drafters read other contents under the names of its models or prompts. At each batch size all
+settings measured there compete: a drafter's draft length is chosen among those that are certainly
+faster than plain decoding, by intervals that hold for all competitors at once (Bonferroni). A batch
+size between two measured ones gets the choice of the larger, as gains shrink with the batch; beyond
+the largest batch measured, and from the first at which nothing is certain, drafting is off.
 """
 
 import os
@@ -32,6 +33,7 @@ from specexp.zoo import naming
 SHARED = ("target", "prompts", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
           "sampling", "rule", "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
+READ = {"models": "its models", "data": "its prompts"}  # parts of a grid's identity, in words
 Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`
 
 
@@ -244,10 +246,16 @@ def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:
 def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     usable: list[Measured] = []
     left_out: list[tuple[str, str]] = []
+    newest: dict[tuple[str, str], str] = {}
+    for run, params in sorted(known, key=lambda each: each[0].ended):
+        newest |= _read(run, params)
     for run, params in known:
         if SPEEDUP.metric not in run.metrics:
             continue
-        why = _unusable(run)
+        old = [
+            READ[what[0]] for what, digest in _read(run, params).items() if newest[what] != digest
+        ]
+        why = f"{old[0]} have changed since" if old else _unusable(run)
         measured = [] if why else measured_in(run, params)
         usable += measured
         if not measured:
@@ -265,6 +273,19 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     plans.sort(key=lambda plan: (not plan.steps, plan.alone.batch, -plan.alone.speedup))
     remedy = report.remedy(run for run, _ in known if SPEEDUP.metric in run.metrics)
     return Advice(situation, tuple(plans), tuple(competing), tuple(left_out), remedy)
+
+
+def _read(run: report.Run, params: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    """Digests of the models and of the data that a grid's result read, by the part of its identity
+    and the names of what was read, but for target and prompts, which a situation shares."""
+    identity = results.read(run.folder / results.POINT).get("identity", {})
+    own = sorted((name, value) for name, value in params.items() if name not in PARAMETERS)
+    names = {"models": ("drafter", "rivals"), "data": ("arrivals",)}
+    return {
+        (part, repr([*map(params.get, names[part]), own])): identity[part]
+        for part in READ
+        if part in identity
+    }
 
 
 def _unusable(run: report.Run) -> str:

@@ -27,9 +27,11 @@ from specexp.zoo import shelf
 MACHINE = {"device": "cpu", "processor": "AMD EPYC, 2 cores", "threads": "2"}
 
 
-def log(drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, best=None, **params):
+def log(
+    drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, best=None, identity=None, **params
+):
     """A committed result: `at` is the speedup of one stream, or one for each batch size. best: the
-    draft length of the former, if several were tried."""
+    draft length of the former, if several were tried. identity: that of a grid's point."""
     curve = at if isinstance(at, dict) else {1: at}
     first = curve[min(curve)]
     record = {
@@ -49,6 +51,8 @@ def log(drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, best=None, **p
     name = f"{re.sub('[:/]', '', drafter)}{gamma}{len(results.listed('results'))}"
     attempt = results.new_attempt(name)
     (attempt / results.RESULT).write_text(json.dumps(record))
+    if identity:
+        (attempt / results.POINT).write_text(json.dumps({"identity": identity}))
     results.commit(attempt, name, {"name": drafter, "status": "FINISHED"})
 
 
@@ -322,6 +326,23 @@ def test_the_most_precise_of_several_measurements_counts(store):
     log("ngram", 1.6, half=0.4)
     log("ngram", 1.3, half=0.05, limit=60)
     assert only(advise()).plans[0].alone.speedup == 1.3
+
+
+@pytest.mark.parametrize(
+    ("part", "what", "stay"),
+    [("models", "models", {"suffix", "ngram"}), ("data", "prompts", set())],
+)
+def test_what_was_measured_before_a_change_of_contents_does_not_count(store, part, what, stay):
+    """Of models, what a newer result of the same drafter shows; prompts are those of all."""
+    parts = {"models": "a", "data": "b"}
+    log("ngram", 1.8, gamma=6, half=0.01, identity=parts)
+    log("suffix", 1.2, identity=parts)
+    log("recycle", 1.1)  # by hand: nobody knows of what
+    log("ngram", 1.4, gamma=4, identity=parts | {part: "c"})
+    advice = only(advise())
+    assert {m.drafter for m in advice.measured} == {"ngram", "recycle"} | stay
+    assert {m.draft for m in advice.measured if m.drafter == "ngram"} == {4}
+    assert ("mine: ngram", f"its {what} have changed since") in advice.left_out
 
 
 def plan(drafter, schedule=((1, 4), (4, 2))):
