@@ -280,11 +280,13 @@ def _weights(source: str) -> list[Path]:
                 wanted = ["config.json", pattern, f"{pattern}.index.json", MASK_EMBEDDING]
                 folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
         files = sorted(f for f in folder.glob(pattern) if f.name not in _BESIDE)
-        if indices := [*folder.glob(f"{pattern}.index.json")]:
-            with refusing(f"{source}: cannot read {indices[0].name}", "download the heads again"):
-                listed = {*json.loads(indices[0].read_text())["weight_map"].values()}
-            if missing := sorted(listed - {f.name for f in files}):
-                raise UserError(f"{source} lacks {missing[0]}, which {indices[0].name} lists")
+        there, listed = {f.name for f in files}, set[str]()
+        for index in folder.glob(f"{pattern}.index.json"):
+            with refusing(f"{source}: cannot read {index.name}", "download the heads again"):
+                listed = {*json.loads(index.read_text())["weight_map"].values()}
+            if there & listed and (missing := sorted(listed - there)):
+                raise UserError(f"{source} lacks {missing[0]}, which {index.name} lists")
+        if there & listed:
             return [f for f in files if f.name in listed]
         if len(files) == 1:
             return files
