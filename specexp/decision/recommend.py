@@ -247,14 +247,13 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     usable: list[Measured] = []
     left_out: list[tuple[str, str]] = []
     newest: dict[tuple[str, str], str] = {}
-    for run, params in sorted(known, key=lambda each: each[0].ended):
-        newest |= _read(run, params)
+    digests = {run: _read(run, params) for run, params in known}
+    for run in sorted(digests, key=attrgetter("ended")):
+        newest |= digests[run]
     for run, params in known:
         if SPEEDUP.metric not in run.metrics:
             continue
-        old = [
-            READ[what[0]] for what, digest in _read(run, params).items() if newest[what] != digest
-        ]
+        old = [READ[what[0]] for what, digest in digests[run].items() if newest[what] != digest]
         why = f"{old[0]} have changed since" if old else _unusable(run)
         measured = [] if why else measured_in(run, params)
         usable += measured

@@ -41,15 +41,14 @@ _NOT_OURS = re.compile(r"^(t2d|verifier_\w+\.weight|confidence_(head|proj)\..*)$
 _MTP = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
         "final_layernorm": "post_norm"}  # fmt: skip
 _WEIGHTS = ("*.safetensors", "*.pt", "*.bin")  # the first kind that exists is read
+MASK_EMBEDDING = "mask_embedding.pt"  # what vLLM embeds masks by, where a block has it
 # what trainers leave beside weights
-_BESIDE = {"training_args.bin", "training_state.pt", "optimizer.pt", "scheduler.pt",
-           "mask_embedding.pt"}  # fmt: skip
+_BESIDE = {"training_args.bin", "training_state.pt", "optimizer.pt", "scheduler.pt", MASK_EMBEDDING}
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3, BLOCKS = ("eagle3", "peagle"), ("dflash", "dflash2", "dspark")
 DRAFTED_BY = {"medusa": "medusa", "eagle": "eagle", "mtp": "mtp"} | dict.fromkeys(EAGLE3, "eagle")
 DRAFTED_BY |= dict.fromkeys(BLOCKS, "dflash")  # the drafting method of each kind
-MASK_EMBEDDING = "mask_embedding.pt"  # what vLLM embeds masks by, where a block has it
 BLOCK_TAPS = "aux_hidden_state_layer_ids"
 
 
