@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 export MLFLOW_DISABLE_TELEMETRY := true
 export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE  # else each of hundreds of processes compiles all that it imports
+QUIETLY := --quiet --disable-pip-version-check --no-compile  # what is imported is compiled then
 
 # For make gpu: the machine's own Python on this checkout, the output folder, the time limit of a
 # stage.
@@ -53,6 +54,6 @@ ui: $(STAMP)     ## open the MLflow UI on this machine
 $(STAMP):
 	$(PY) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "specexp needs Python 3.11 or newer; set PY=/path/to/python3.11")'
 	$(PY) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(head -n 1 constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev,quant,ray,real]"
+	$(BIN)/python -m pip install $(QUIETLY) "$$(head -n 1 constraints.txt)"
+	$(BIN)/python -m pip install $(QUIETLY) -c constraints.txt -e ".[lab,dev,quant,ray,real]"
 	@rm -f $(VENV)/.installed-* && touch $@

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import CONTEXT
+from conftest import CONTEXT, in_turn
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MellumConfig, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpModel
@@ -100,8 +100,7 @@ def load(folder, drafter="mtp", **options):
     return specexp.load(str(folder), drafter, 3, **options)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("family", "temperature"), in_turn(CONFIGS, (0.0, 0.8)))
 def test_layer_of_a_checkpoint_drafts_and_the_output_is_the_targets(saved, family, temperature):
     folder, layer = saved(family)
     pairing = load(folder, temperature=temperature)

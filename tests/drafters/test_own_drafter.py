@@ -145,7 +145,7 @@ def mine(tmp_path):
     (tmp_path / "mine.py").write_text(imports + "\n\n".join(c for c in classes[:2]))
     shutil.copy(NOTEBOOK, tmp_path / NOTEBOOK.name)
     [grid] = map(yaml.safe_load, blocks("yaml"))
-    grid["fixed"] |= {"max_new_tokens": 16, "device": "cpu"}
+    grid["fixed"] |= {"max_new_tokens": 8, "temperatures": [1.0], "device": "cpu"}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(grid))
     return tmp_path / "mine.yaml"
 

@@ -367,7 +367,7 @@ def right() -> bool:
     return test_cpu_replays.held_rounds_are_rounds("model")
 
 
-@pytest.mark.parametrize("bug", one_in(20, BUGS))
+@pytest.mark.parametrize("bug", one_in(40, BUGS))
 def test_planted_bug_is_caught(once, monkeypatch, bug):
     good, bad = BUGS[bug]
     count = {p.name: p.read_text().count(good) for p in build.FOLDER.iterdir() if p.is_file()}
@@ -422,7 +422,7 @@ TILE_BUGS = {
 
 
 @pytest.mark.skipif(not AMX, reason="this processor has no AMX")
-@pytest.mark.parametrize("bug", one_in(4, TILE_BUGS))
+@pytest.mark.parametrize("bug", one_in(8, TILE_BUGS))
 def test_bug_planted_in_tiles_is_caught(once, monkeypatch, bug):
     good, bad = TILE_BUGS[bug]
     source = (build.FOLDER / "tiles.h").read_text()

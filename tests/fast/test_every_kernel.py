@@ -92,11 +92,11 @@ def test_vocabulary_read_in_blocks_matches_reference(operation, many, monkeypatc
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is only made room for
     try:
         with references(), nullcontext() if WITH_GPU else inside():
-            differ, taken = differing(operation, "cuda", device, range(100, 108))
+            differ, taken = differing(operation, "cuda", device, range(100, 104))
     finally:
         torch.use_deterministic_algorithms(False)
     assert differ == []
-    assert taken > 3
+    assert taken > 1
 
 
 @pytest.mark.triton

@@ -130,7 +130,7 @@ def test_rates_are_pooled_over_turns():
 
 def test_of_eight_policies_that_gain_nothing_hardly_any_is_called_faster():
     rng, alone, together = np.random.default_rng(0), 0, 0
-    for _ in range(200):
+    for _ in range(100):
         turns = {
             n: [(s, 10) for s in np.exp(rng.normal(0, 0.1, 10))] for n in ("plain", *"abcdefgh")
         }
@@ -138,8 +138,8 @@ def test_of_eight_policies_that_gain_nothing_hardly_any_is_called_faster():
         one_by_one = [under_load.rates(at[at["policy"].isin(["plain", n])]) for n in "abcdefgh"]
         alone += (pd.concat(one_by_one)["low"] > 1).any()
         together += (under_load.rates(at)["low"] > 1).any()
-    assert alone >= 10
-    assert together <= 6
+    assert alone >= 5
+    assert together <= 3
 
 
 def test_regret_is_against_the_best_fixed_choice():
