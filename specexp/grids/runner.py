@@ -247,7 +247,7 @@ class Work:
             self._fail(point, attempt, failure_of(e, attempt) if isinstance(e, OSError) else e)
             return
         self._publish(result)
-        self._report_done(point, compare.headline(result))
+        self._report_done(point, report.Run(result).headline)
 
     def _fail(self, point: Point, attempt: Path, failure: Failure) -> None:
         if failure.kind == "disk":

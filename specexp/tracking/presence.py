@@ -78,10 +78,9 @@ def shown_as(folder: Path) -> ShownAs:
     """The experiment and the notebook's file name under which MLflow is to show a folder; None for
     each that the folder does not say. Raises OSError if it cannot be read now."""
     with results.ignoring_damage():
-        renamed = results.new_names(folder)
         record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
-        tags = renamed["tags"] if renamed else results.load(folder / results.TAGS)
-        return (renamed or results.load(record)).get("experiment"), tags.get("notebook")
+        named = results.new_names(folder) or results.load(record)
+        return named.get("experiment"), results.tags_of(folder).get("notebook")
     return None, None
 
 

@@ -6,6 +6,8 @@ lock files, `grids/` the run keys and the file of each grid. Locks are `flock` l
 kernel releases when their holder dies. This module knows nothing of MLflow or notebooks.
 """
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import hashlib
@@ -19,11 +21,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexp.errors import UserError
 from specexp.tracking import redact
 from specexp.zoo import shelf
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
@@ -374,6 +379,21 @@ def new_names(folder: Path) -> dict[str, Any]:
     (`presence.rename`); else an empty dictionary. Raises as `load`."""
     path = folder / NEW_NAMES
     return load(path) if path.exists() else {}
+
+
+def tags_of(folder: Path) -> dict[str, Any]:
+    """The tags that a result or failed attempt was committed with, under its new names if it has
+    any. Raises as `load`."""
+    return load(folder / TAGS) | new_names(folder).get("tags", {})
+
+
+def rounds_of(result: Path) -> pd.DataFrame:
+    """The table of rounds that a result keeps; empty if there is none that can be read."""
+    import pandas as pd
+
+    with suppress(OSError, ValueError):
+        return pd.read_parquet(result / "tables" / "rounds.parquet")
+    return pd.DataFrame()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -306,12 +306,10 @@ def _publish(folder: Path) -> list[str]:
     from mlflow.entities import RunTag
 
     store = backend()
-    renamed = results.new_names(folder)
-    tags = results.load(folder / results.TAGS) | renamed.get("tags", {})
-    tags["store"] = results.store_id()
+    tags = results.tags_of(folder) | {"store": results.store_id()}
     status, _ = tags.pop("status"), tags.pop("ended", None)
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
-    experiment = experiment_id(renamed.get("experiment", record["experiment"]))
+    experiment = experiment_id(results.new_names(folder).get("experiment", record["experiment"]))
     before = store.runs(experiment, f"tags.run_key = '{tags['run_key']}'")
     ours, stay = [run for run in before if is_ours(run)], list[Any]()
     if status != "FINISHED":  # a failure replaces no success
@@ -350,15 +348,14 @@ def _create_run(
     """`main`: the run that keeps the files, if this is one of a rival."""
     from mlflow.entities import Metric, Param
 
-    from specexp.tracking import compare
-
     mlflow, ended = client(), results.ended_ms(folder)
     started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
     files = f"./#/experiments/{experiment}/runs/{main}/artifacts" if main else ""
     record = {**record, "tags": theirs | tags}
-    answers = mlflow_view.answer_tags(record, compare.drift(folder, record), files)
+    doubts = mlflow_view.doubts(record, lambda: mlflow_view.drift(results.rounds_of(folder)))
+    answers = mlflow_view.answer_tags(record, bool(doubts), files)
     run = mlflow.create_run(experiment, started, record["tags"] | answers, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in mlflow_view.as_points(record)]
     params = [Param(n, v) for n, v in mlflow_view.as_params(record).items()]
@@ -393,7 +390,7 @@ def rival_of(run: Any) -> str:
 def is_ours(run: Any) -> bool:
     """Whether a run was published from this store: a server may hold those of many."""
     tags = run.data.tags
-    return "run_key" in tags and tags.get("store", results.store_id()) == results.store_id()
+    return "run_key" in tags and tags.get("store") in (None, results.store_id())
 
 
 def has_database() -> bool:
@@ -408,25 +405,29 @@ def has_database() -> bool:
 
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
     """Finished runs that none supersedes, newest first: columns `params.x`, `metrics.group/name`,
-    `tags.x`; `metrics.speedup/credible` is 0 where timings cannot be. `grid`: only runs of this
+    `tags.x`; `metrics.speedup/credible` is 0 where timings are doubtful. `grid`: only runs of this
     grid's points, whichever grid ran them. Raises StoreUnreachable, StoreCorrupt."""
     import pandas as pd
 
     store, keys = backend(), results.keys_of(grid or "")
+
+    def is_of_grid(run: Any) -> bool:
+        tags = run.data.tags
+        named = tags.get("grid") == grid and not (keys and is_ours(run))  # else `keys` says it
+        return grid is None or named or tags.get("run_key") in keys
+
     finished = [
         (e.name, run)
         for e in (store.experiments() if has_database() else [])
         if experiment is None or experiment in names_of(e)
         for run in store.runs(e.experiment_id, "attributes.status = 'FINISHED'")
-        if mlflow_view.SUPERSEDED not in run.data.tags
-        if grid in (None, run.data.tags.get("grid") if not keys or not is_ours(run) else "")
-        or run.data.tags.get("run_key") in keys
+        if mlflow_view.SUPERSEDED not in run.data.tags and is_of_grid(run)
     ]
     finished.sort(key=lambda pair: pair[1].info.start_time, reverse=True)
     records = [(name, run.info, run.data.to_dictionary()) for name, run in finished]
     return pd.DataFrame(
-        mlflow_view.row(name, about.run_id, about.run_name, record, mlflow_view.doubts(record))
-        for name, about, record in records
+        mlflow_view.row(name, run.run_id, run.run_name, record, mlflow_view.is_doubtful(record))
+        for name, run, record in records
     )
 
 
