@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -131,7 +132,11 @@ def log(
     key = f"byhand-{uuid.uuid4().hex[:10]}"
     with results.claim(key):
         attempt = results.new_attempt(key)
-        _write(attempt, record, tables, figures)
+        try:
+            _write(attempt, record, tables, figures)
+        except BaseException:
+            shutil.rmtree(attempt)
+            raise
         for file in results.files_in(attempt):  # of a point, `grids.execute` does it
             redact.clean(file)
         named = mlflow_view.run_name(record["params"], mlflow_view.SIGNS) or record["experiment"]

@@ -87,6 +87,12 @@ def test_run_by_hand_is_committed_and_published(store, capsys):
     assert (store / "artifacts" / "mine" / run["run_id"] / "artifacts" / "result.json").exists()
 
 
+def test_run_by_hand_that_cannot_be_written_leaves_no_attempt(store):
+    with pytest.raises(TypeError):
+        track.log("mine", {"x": object()}, METRICS, tables={"rounds": pd.DataFrame({"a": [1]})})
+    assert results.listed("attempts") == []
+
+
 def test_run_by_hand_keeps_and_shows_no_secret(store, monkeypatch, capsys):
     token, word = f"ghp_{'A1b2C3d4' * 5}", "correct horse battery"
     monkeypatch.setenv("MY_PASSWORD", word)
