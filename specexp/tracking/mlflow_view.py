@@ -1,5 +1,5 @@
-"""What the MLflow UI shows of an experiment and its runs: a view with columns, order and charts;
-an experiment's note; name, answer and description of a run."""
+"""What a run answers, and why its timings may be doubtful; and what the MLflow UI shows of it and
+its experiment: a view with columns, order and charts; a note; a run's name and description."""
 
 from __future__ import annotations
 

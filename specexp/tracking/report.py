@@ -149,7 +149,7 @@ def of(what: str) -> list[Run]:
     Raises UserError if there are none."""
     path = Path(what)
     if (path / results.RESULT).is_file():
-        selected, hint = newest(filter(results.intact, [path])), "it is damaged"
+        selected, hint = newest(filter(results.intact, [path.resolve()])), "it is damaged"
     elif path.suffix in (".yaml", ".yml"):
         selected = with_keys(results.keys_of(results.grid_name(path)))
         hint = f"make them with `specexp grid run {what}`"

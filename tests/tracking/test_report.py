@@ -433,6 +433,11 @@ def test_a_point_is_shown_once_by_its_newest_intact_result(store):
     assert [run.folder for run in report.of(str(old))] == [old]
 
 
+def test_a_result_is_found_from_inside_its_folder(store, monkeypatch):
+    monkeypatch.chdir(folder := committed("a", FAST))
+    assert [run.folder.name for run in report.of(".")] == [folder.name]
+
+
 def test_order_of_the_parameters_cell_makes_no_other_point(store):
     for name, params in (("a", {"x": 1, "y": 2}), ("b", {"y": 2, "x": 1})):
         attempt = results.new_attempt(name)
