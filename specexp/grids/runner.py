@@ -58,7 +58,7 @@ def run(
     """
     try:
         with Board(console, len(points)) as board:
-            with results.claim_or_wait("setup", lambda message: board.say(message, once=True)):
+            with results.claim_setup(lambda message: board.say(message, once=True)):
                 try:
                     runs.initialise()
                 except runs.StoreUnreachable as e:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
 MANIFEST = "manifest.json"
+SETUP = "setup"  # a claim, see `claim_setup`
 MARKER, NEW_NAMES = ".published", ".label.json"  # written after the commit, never by a notebook
 PATIENCE_S = 120.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -167,19 +168,20 @@ def claims() -> dict[str, str]:
 
 
 @contextmanager
-def claim_or_wait(what: str, tell: Callable[[str], None] = lambda message: None) -> Iterator[None]:
-    """Hold the claim `what` for the `with` block. While another process has it, `tell` is called
-    with a message. Raises StoreBusy after PATIENCE_S."""
+def claim_setup(tell: Callable[[str], None] = lambda message: None) -> Iterator[None]:
+    """Hold the claim of one process at a time that may create or rebuild the database, for the
+    `with` block. While another one has it, `tell` is called with a message. Raises StoreBusy after
+    PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        with claim(what) as ours:
+        with claim(SETUP) as ours:
             if ours:
                 yield
                 return
-        who = holder(what) or "another process"
+        locked = f"locked for {SETUP} by {holder(SETUP) or 'another process'}"
         if time.monotonic() > deadline:
-            raise StoreBusy(f"{root()} is locked for {what} by {who}: wait for it, or stop it")
-        tell(f"waiting for the store, locked for {what} by {who}")
+            raise StoreBusy(f"{root()} is {locked}: wait for it, or stop it")
+        tell(f"waiting for the store, {locked}")
         time.sleep(0.1)
 
 

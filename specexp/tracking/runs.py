@@ -143,7 +143,7 @@ def log(
         name = f"{named} by hand"
         result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
         try:
-            with results.claim_or_wait("setup"):
+            with results.claim_setup():
                 initialise()
             publish(result)
             rebuild.describe()
@@ -222,7 +222,7 @@ def client() -> Any:
 
 def initialise() -> None:
     """Create the database if it is missing, else check that it can be read. One process at a time
-    may do so (`results.claim_or_wait`). Raises StoreUnreachable, StoreCorrupt."""
+    may do so (`results.claim_setup`). Raises StoreUnreachable, StoreCorrupt."""
     has_database()
     backend().prepare()
 
