@@ -40,7 +40,7 @@ def show(console: Console, runs: pd.DataFrame) -> None:
     console.print()
     for what, where in {
         "runs": track.where(),
-        "notebooks": results.root() / "results" / "*" / "notebook.html",
+        "notebooks": results.root() / "results" / "*" / results.PAGE,
         "compare": "make ui (or specexp ui), then open the link it prints",
         **({"decide": "specexp recommend"} if "metrics.speedup/measured" in runs else {}),
     }.items():

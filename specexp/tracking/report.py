@@ -128,7 +128,7 @@ class Run:
 
     def question(self) -> tuple[str, list[str]]:
         """Title and paragraphs of the notebook's first markdown cell."""
-        cells = results.read(self.folder / "notebook.ipynb").get("cells", [])
+        cells = results.read(self.folder / results.NOTEBOOK).get("cells", [])
         texts = ("".join(c.get("source", "")) for c in cells if c.get("cell_type") == "markdown")
         blocks = re.split(r"\n\s*\n", next(texts, "").strip())
         title = re.fullmatch(r"#\s+(.+)", blocks[0])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
+NOTEBOOK, PAGE = "notebook.ipynb", "notebook.html"  # as they ran; of a grid's points alone
 MANIFEST = "manifest.json"
 SETUP = "setup"  # a claim, see `claim_setup`
 MARKER, NEW_NAMES = ".published", ".label.json"  # written after the commit, never by a notebook
