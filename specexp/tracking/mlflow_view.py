@@ -196,10 +196,10 @@ def drift(rounds: pd.DataFrame) -> float:
     return float((pace.max() / pace.min()).max())
 
 
-def doubts(record: Mapping[str, Any], drift: Callable[[], float] = lambda: 1.0) -> list[str]:
+def doubts(record: Mapping[str, Any], drifted: Callable[[], float] = lambda: 1.0) -> list[str]:
     """Why timings that a run logged should not be trusted: they are not credible, the pace drifted
-    (`drift` of its rounds, which only a run with timings is asked for) or something else ran beside
-    them; none if they should, or are simulated."""
+    or something else ran beside them; none if they should, or are simulated. `drifted`: finds out
+    the `drift` of its rounds, and is only called if there are timings."""
     if not is_timed(record):
         return []
     reasons, tags = not_credible(record), record.get("tags", {})
@@ -207,7 +207,7 @@ def doubts(record: Mapping[str, Any], drift: Callable[[], float] = lambda: 1.0) 
         load, threads = float(tags["load"]), float(tags["threads"])
         if tags.get("device") == "cpu" and load > threads + 1:
             reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
-    if (fold := drift()) > DRIFT:
+    if (fold := drifted()) > DRIFT:
         reasons.append(f"plain decoding's pace drifted {fold:.1f}-fold between repeats")
     return [*reasons, *["other points ran beside it"] * (tags.get("together") == "yes")]
 
