@@ -37,13 +37,18 @@ class Gaps:
                 count = counted(len(folders), "published run")
                 lines.append(f"MLflow lacks {what}{count}, which {remedy} publishes again")
         if n := len(self.deleted):
-            tags = [results.read(f / results.TAGS) for f in self.deleted[:3]]
-            named = ", ".join(t.get("name", "") for t in tags) + ", ..." * (n > 3)
+            named = ", ".join(map(_name_of, self.deleted[:3])) + ", ..." * (n > 3)
             lines.append(
                 f"{counted(n, 'run')} deleted in MLflow on purpose ({named}): "
                 "`specexp store rebuild` brings back what was deleted"
             )
         return lines
+
+
+def _name_of(result: Path) -> str:
+    with results.ignoring_damage():
+        return str(results.tags_of(result)["name"])
+    return ""
 
 
 def find_gaps(named: Mapping[Path, ShownAs]) -> Gaps:

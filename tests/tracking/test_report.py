@@ -341,6 +341,7 @@ def test_renamed_result_is_reported_under_its_new_name(store):
     result = committed("a", FAST)
     tags = {"name": "suffix γ=3", "notebook": "new.ipynb", "mlflow.source.name": "new.ipynb"}
     presence.rename(result, "new", tags)
+    assert "on purpose (suffix γ=3)" in presence.Gaps(deleted=[result]).lines()[0]
     assert not [
         path for path in result.iterdir() if "label" in path.name and path.suffix != ".json"
     ]
