@@ -18,6 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,7 @@ def log(
     """
     record = {
         "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
-        "params": dict(params),
+        "params": json.loads(json.dumps(dict(params), default=_plain)),
         **_numbers_of(metrics, series or {}),
         "tags": {**provenance.tags(str(params.get("device", "auto"))), **(tags or {})},
     }
@@ -140,8 +141,7 @@ def log(
         for file in results.files_in(attempt):  # of a point, `grids.execute` does it
             redact.clean(file)
         named = mlflow_view.run_name(record["params"], mlflow_view.SIGNS) or record["experiment"]
-        name = f"{named} by hand"
-        result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
+        result = results.commit(attempt, key, {"name": f"{named} by hand", "status": "FINISHED"})
         try:
             with results.claim_setup():
                 initialise()
@@ -158,14 +158,24 @@ def log(
 
 def _numbers_of(metrics: Mapping[str, float], series: Series) -> dict[str, Any]:
     """Metrics and series as a record holds them."""
-    curves = {
-        name: values if isinstance(values, Mapping) else dict(enumerate(values, 1))
-        for name, values in series.items()
-    }
+    curves = {n: c if isinstance(c, Mapping) else dict(enumerate(c, 1)) for n, c in series.items()}
     return {
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "series": {n: {_step(k): float(v) for k, v in c.items()} for n, c in curves.items()},
+        "metrics": {name: _number(name, value) for name, value in metrics.items()},
+        "series": {n: {_step(k): _number(n, v) for k, v in c.items()} for n, c in curves.items()},
     }
+
+
+def _plain(value: Any) -> Any:
+    """A parameter that JSON does not know: numbers and arrays of NumPy and torch as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise UserError(f"the parameter {value!r:.60} is no number, no text and no list of them")
+
+
+def _number(name: str, value: Any) -> float:
+    with suppress(TypeError, ValueError):
+        return float(value)
+    raise UserError(f"the metric {name} is {value!r:.60}, not a number")
 
 
 def _step(step: Any) -> str:
@@ -192,8 +202,7 @@ def _write(
 
 def _reserved(tag: object) -> bool:
     """Whether only the runner may set this tag."""
-    theirs = str(tag).startswith("mlflow.") and tag != "mlflow.note.content"
-    return theirs or tag in _RUNNERS
+    return tag in _RUNNERS or (str(tag).startswith("mlflow.") and tag != "mlflow.note.content")
 
 
 # --- MLflow --------------------------------------------------------------------------------------
