@@ -263,7 +263,7 @@ def load(
         tokenizer = tokenizer or names.read_target(target).tokenizer
         dtype = "float32" if dtype is None else dtype
     else:
-        tokenizer, dtype, device = names.in_memory(target, tokenizer, dtype, device)
+        dtype, device = names.in_memory(target, tokenizer, dtype, device)
     _exempt_imports_from_gc()
     options = {
         "target": target, "drafter": drafter, "gamma": gamma, "temperature": temperature,

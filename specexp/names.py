@@ -77,9 +77,9 @@ def default_draft(target: Any, method: str) -> str:
     return shelf.default_draft(target, method).name
 
 
-def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tuple[Any, str, str]:
-    """Tokenizer, dtype and device of a target in memory. Raises UserError if one of them is missing
-    or differs from what was asked for."""
+def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tuple[str, str]:
+    """Dtype and device of a target in memory. Raises UserError if one of them differs from what was
+    asked for, or if its tokenizer is missing."""
     about = f"target {name_of(target)}"
     causal_config(target, about)
     if tokenizer is None:
@@ -96,7 +96,7 @@ def in_memory(target: Any, tokenizer: Any, dtype: str | None, device: str) -> tu
         raise UserError(f"{about} is in {own}, not {dtype}: convert it with .to(torch.{dtype})")
     if device != "auto" and torch.device(device) not in (here, torch.device(here.type)):
         raise UserError(f"{about} is on {here}, not {device}: move it with .to({device!r})")
-    return tokenizer, own, str(here)
+    return own, str(here)
 
 
 def read_target(target: str) -> TargetInfo:

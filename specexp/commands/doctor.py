@@ -98,9 +98,9 @@ def speeds(device: torch.device) -> Table:
         weights = [w.to(dtype) for w in matrices(device)]
         taken = [[pass_s(weights, n) for n in counts] for _ in range(9)]  # in turns
         best = dict(zip(counts, map(min, zip(*taken, strict=True)), strict=True))
-        size = sum(w.numel() * w.element_size() for w in weights)
+        read = sum(w.numel() * w.element_size() for w in weights)  # bytes
         table.add_row(
             str(dtype).removeprefix("torch."), f"{best[1] * 1e3:.2f} ms",
-            f"{size / best[1] / 1e9:.0f} GB/s", *(f"{best[n] / best[1]:.2f}x" for n in counts[1:]),
+            f"{read / best[1] / 1e9:.0f} GB/s", *(f"{best[n] / best[1]:.2f}x" for n in counts[1:]),
         )  # fmt: skip
     return table

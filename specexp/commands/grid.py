@@ -110,7 +110,7 @@ def status(
     if ran:
         from specexp.tracking import report
 
-        done = report.newest(f for p in points if results.intact(f := results.result_of(p.run_key)))
+        done = report.newest(filter(results.intact, (p.result for p in points)))
         remedy = report.remedy(done)
     console.print(progress.status(points, done))
     lines = [*progress.explain_reruns(points), *[remedy] * bool(remedy)]

@@ -174,13 +174,13 @@ def _train_draft(
     kept = f"{layers} of {counted(L, 'layer')}"
     name = Path(target).name
     opt.say(f"{name}: {kept}; {source}; about {counted(minutes, 'minute')}")
+    folder = drafts.folder_of(name, layers, out)
 
     def agreement() -> str:
         card = json.loads((folder / "zoo.json").read_text())
         share = card["held_out"]["answers"]["agreement"]
         return f"in {share:.0%} of places the target's most likely token"
 
-    folder = drafts.folder_of(name, layers, out)
     questions = prompts.in_chat(questions, pairing, drafts.ANSWER, chats)
     ids = pairing.encode([p.text for p in questions])
     if (folder / "zoo.json").exists():

@@ -33,8 +33,9 @@ from specexp.grids.points import Point
 from specexp.grids.progress import REMOVED, Failure, failure_of
 from specexp.terminal import harmless
 from specexp.tracking import mlflow_view, redact, results
+from specexp.tracking.results import NOTEBOOK, PAGE
 
-NOTEBOOK, PAGE, LOG = "notebook.ipynb", "notebook.html", "log.txt"
+LOG = "log.txt"
 TIMINGS = ("latency/", "speedup/measured", "throughput/")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MAX_OUTPUT = 10_000_000  # characters that are kept of a cell's output
@@ -111,7 +112,7 @@ def _run(
     try:
         with worker.kernel(
             env=env, cwd=point.notebook.parent, log=folder / LOG,
-            seed=int(point.run_key[:8], 16), device=str(point.params.get("device", "auto")),
+            seed=int(point.run_key[:8], 16), device=point.device,
         ) as kernel, (folder / LOG).open("a") as log:  # fmt: skip
             ran = papermill.execute_notebook(
                 _literal(point.notebook), _literal(folder / NOTEBOOK), parameters=point.params,
@@ -247,7 +248,7 @@ def _check(point: Point, folder: Path) -> None:
                 raise Failure("invalid-result", f"cell {number} raised {output.ename}")
     device = point.identity.parts["device"]
     try:
-        record = json.loads((folder / results.RESULT).read_text())
+        record = results.load(folder / results.RESULT)
         problems = mlflow_view.problems_of(record)
         logged = dict(record["params"])
         ran_on = record.get("tags", {}).get("device", device)

@@ -98,7 +98,7 @@ def unread(path: Path, names: Iterable[str]) -> Notebook:
 
 def modules_of(paths: Iterable[Path]) -> tuple[str, ...]:
     """The modules that notebooks may import, with what stands behind specexp's public names."""
-    names = (name for path in paths for name in read(path).code.modules)
+    names = (name for path in sorted({*paths}) for name in read(path).code.modules)
     full = (part for name in names if name[0] != "." for part in imports.behind_public_names(name))
     return tuple(dict.fromkeys(full))
 

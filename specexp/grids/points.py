@@ -56,6 +56,11 @@ class Point:
         return self.file.stem
 
     @property
+    def device(self) -> str:
+        """The device that it names: `auto`, `cpu`, `cuda` or `cuda:1`."""
+        return str(self.params.get("device", "auto"))
+
+    @property
     def result(self) -> Path:
         """The folder of its result, if it has one."""
         return results.result_of(self.run_key)

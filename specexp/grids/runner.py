@@ -58,7 +58,7 @@ def run(
     """
     try:
         with Board(console, len(points)) as board:
-            with results.claim_or_wait("setup", lambda message: board.say(message, once=True)):
+            with results.claim_setup(lambda message: board.say(message, once=True)):
                 try:
                     runs.initialise()
                 except runs.StoreUnreachable as e:
@@ -247,7 +247,7 @@ class Work:
             self._fail(point, attempt, failure_of(e, attempt) if isinstance(e, OSError) else e)
             return
         self._publish(result)
-        self._report_done(point, compare.headline(result))
+        self._report_done(point, report.Run(result).headline)
 
     def _fail(self, point: Point, attempt: Path, failure: Failure) -> None:
         if failure.kind == "disk":

@@ -1,10 +1,7 @@
 """Finished runs side by side as a table. Runs nothing."""
 
-from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -27,40 +24,10 @@ GROUPS = frozenset((
 """Of the metrics that this project's notebooks log; those of others are one's own."""
 
 
-def headline(result: Path) -> str:
-    """What one result answers, with intervals, on one line."""
-    record = results.load(result / results.RESULT)
-    record["tags"] = record.get("tags", {}) | results.read(result / results.TAGS)
-    return ", ".join(brief for brief, _ in mlflow_view.answers(record, drift(result, record)))
-
-
 def has_doubtful_timing(result: Path) -> bool:
     """Whether a timing of a result, or of a rival in it, is not credible."""
     record = results.read(result / results.RESULT)
     return any(map(mlflow_view.not_credible, results.runs_in(record).values()))
-
-
-def rounds_of(result: Path) -> pd.DataFrame:
-    """The table of rounds that a result keeps; empty if there is none that can be read."""
-    with suppress(OSError, ValueError):
-        return pd.read_parquet(result / "tables" / "rounds.parquet")
-    return pd.DataFrame()
-
-
-def drift(result: Path, record: Mapping[str, Any]) -> float:
-    """Plain decoding's seconds per token in the slowest repeat over those in the fastest, at the
-    batch size where they differ most; 1 without repeats, or if this run of the result logged no
-    timings."""
-    if not mlflow_view.is_timed(record):
-        return 1.0
-    table = rounds_of(result).select_dtypes("number")
-    if not {"repeat", "plain_s", "plain_tokens"} <= set(table):
-        return 1.0
-    batch = table["batch"] if "batch" in table else pd.Series(1, table.index)
-    once = table.assign(batch=batch).drop_duplicates(["batch", "repeat", "plain_s"])
-    sums = once.groupby(["batch", "repeat"])[["plain_s", "plain_tokens"]].sum()
-    pace = (sums["plain_s"] / sums["plain_tokens"]).groupby("batch")
-    return float((pace.max() / pace.min()).max())
 
 
 def show(console: Console, runs: pd.DataFrame) -> None:
@@ -73,7 +40,7 @@ def show(console: Console, runs: pd.DataFrame) -> None:
     console.print()
     for what, where in {
         "runs": track.where(),
-        "notebooks": results.root() / "results" / "*" / "notebook.html",
+        "notebooks": results.root() / "results" / "*" / results.PAGE,
         "compare": "make ui (or specexp ui), then open the link it prints",
         **({"decide": "specexp recommend"} if "metrics.speedup/measured" in runs else {}),
     }.items():

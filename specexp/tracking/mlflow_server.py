@@ -41,7 +41,7 @@ def show(port: int, host: str = "127.0.0.1") -> None:
         raise UserError(f"no runs in {results.root()} yet: run `make demo`, or a notebook, first")
     if not backend.served:
         _check_free(host, port)
-        with results.claim_or_wait("setup"):
+        with results.claim_setup():
             runs.initialise()
         check_places(backend)
         reached = socket.gethostname() if host in _EVERYWHERE else host

@@ -1,18 +1,23 @@
-"""What the MLflow UI shows of an experiment and its runs: a view with columns, order and charts;
-an experiment's note; name, answer and description of a run."""
+"""What a run answers, and why its timings may be doubtful; and what the MLflow UI shows of it and
+its experiment: a view with columns, order and charts; a note; a run's name and description."""
+
+from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexp import theory
 from specexp.errors import DEEPEST, brief, last_parts
 from specexp.tracking.results import runs_in
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 KEY = "specexp"
 VIEW_TAG = f"mlflow.sharedViewState.{KEY}"
@@ -29,6 +34,7 @@ CHARTS = "&compareRunsMode=CHART"  # added to `url`
 OWN = "*Rewritten by `specexp grid run`: delete this line to keep a text of your own.*"
 WIDTHS = {"attributes.`Run Name`": 180, "runDateAndNestInfo": 44, "tags.`answer`": 170}  # in pixels
 SIGNS = {"drafter": "", "policy": "", "gamma": "γ=", "temperature": "T="}
+DOUBTFUL = " (doubtful)"  # behind an answer
 DRIFT = 1.3  # between repeats, of plain decoding's seconds per token
 TIMED = ("speedup/", "latency/", "throughput/")
 FIGURES = (  # columns where none of ANSWERS was logged
@@ -177,9 +183,23 @@ def not_credible(record: Mapping[str, Any]) -> list[str]:
     return reasons or own
 
 
-def doubts(record: Mapping[str, Any], drift: float = 1.0) -> list[str]:
+def drift(rounds: pd.DataFrame) -> float:
+    """Plain decoding's seconds per token in the slowest repeat over those in the fastest, at the
+    batch size where they differ most, from a table of rounds; 1 without repeats."""
+    table = rounds.select_dtypes("number")
+    if not {"repeat", "plain_s", "plain_tokens"} <= set(table):
+        return 1.0
+    table = table.assign(batch=table.get("batch", 1))
+    once = table.drop_duplicates(["batch", "repeat", "plain_s"])
+    sums = once.groupby(["batch", "repeat"])[["plain_s", "plain_tokens"]].sum()
+    pace = (sums["plain_s"] / sums["plain_tokens"]).groupby("batch")
+    return float((pace.max() / pace.min()).max())
+
+
+def doubts(record: Mapping[str, Any], drifted: Callable[[], float] = lambda: 1.0) -> list[str]:
     """Why timings that a run logged should not be trusted: they are not credible, the pace drifted
-    (`compare.drift`) or something else ran beside them; none if they should, or are simulated."""
+    or something else ran beside them; none if they should, or are simulated. `drifted`: finds out
+    the `drift` of its rounds, and is only called if there are timings."""
     if not is_timed(record):
         return []
     reasons, tags = not_credible(record), record.get("tags", {})
@@ -187,46 +207,52 @@ def doubts(record: Mapping[str, Any], drift: float = 1.0) -> list[str]:
         load, threads = float(tags["load"]), float(tags["threads"])
         if tags.get("device") == "cpu" and load > threads + 1:
             reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
-    if drift > DRIFT:
-        reasons.append(f"plain decoding's pace drifted {drift:.1f}-fold between repeats")
+    if (fold := drifted()) > DRIFT:
+        reasons.append(f"plain decoding's pace drifted {fold:.1f}-fold between repeats")
     return [*reasons, *["other points ran beside it"] * (tags.get("together") == "yes")]
 
 
 def row(
-    experiment: str, run_id: str, name: str, record: Mapping[str, Any], reasons: Sequence[str]
+    experiment: str, run_id: str, name: str, record: Mapping[str, Any], doubtful: bool
 ) -> dict[str, Any]:
-    """A run in a table of runs; its timings are not credible if there are reasons to doubt them."""
+    """A run in a table of runs, in which doubtful timings are not credible."""
     return (
         {"experiment": experiment, "run_id": run_id, "name": name}
         | {f"params.{n}": text for n, text in as_params(record).items()}
         | {f"metrics.{n}": value for n, value in record["metrics"].items()}
-        | ({"metrics.speedup/credible": 0.0} if reasons else {})
+        | ({"metrics.speedup/credible": 0.0} if doubtful else {})
         | {f"tags.{n}": text for n, text in record["tags"].items() if not n.startswith("mlflow.")}
     )
 
 
-def answers(record: Mapping[str, Any], drift: float = 1.0) -> Iterator[tuple[str, str]]:
+def answers(record: Mapping[str, Any], doubtful: bool) -> Iterator[tuple[str, str]]:
     """The figures of a run that answer, with their intervals, in a column and in a sentence; those
-    simulated are marked, and timings that cannot be."""
-    metrics, doubtful = record.get("metrics", {}), bool(doubts(record, drift))
+    simulated are marked, and timings if they are doubtful."""
+    metrics = record.get("metrics", {})
     for a in ANSWERS:
         if a.metric in metrics:
             mark = " simulated" * is_simulated(record, a.metric)
-            mark = mark or " (doubtful)" * (doubtful and a.timed)
+            mark = mark or DOUBTFUL * (doubtful and a.timed)
             brief, words = a.said(metrics[a.metric], *a.interval(metrics))
             yield brief + mark, words + mark
 
 
-def answer_tags(record: Mapping[str, Any], drift: float = 1.0, files: str = "") -> dict[str, str]:
+def answer_tags(record: Mapping[str, Any], doubtful: bool, files: str = "") -> dict[str, str]:
     """Two tags of a run: `answer`, a column of the view, and its description in sentences, with a
     link to `files` if another run keeps them. A tag that the notebook logged stays as it is."""
-    if not (said := [*answers(record, drift)]):
+    if not (said := [*answers(record, doubtful)]):
         return {}
     (answer, first), *rest = said
     description = "; ".join([f"**{first}**", *beside(record), *(words for _, words in rest)])
     description += f"\n\n[Figures and notebook, in the run that measured it]({files})" * bool(files)
     tags = {"answer": answer, NOTE: description}
     return {n: text for n, text in tags.items() if n not in record.get("tags", {})}
+
+
+def is_doubtful(record: Mapping[str, Any]) -> bool:
+    """Whether a run that was read from MLflow has doubtful timings; that its pace drifted, only its
+    tag `answer` says there."""
+    return DOUBTFUL in record["tags"].get("answer", "") or bool(doubts(record))
 
 
 def run_name(

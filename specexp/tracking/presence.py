@@ -37,13 +37,18 @@ class Gaps:
                 count = counted(len(folders), "published run")
                 lines.append(f"MLflow lacks {what}{count}, which {remedy} publishes again")
         if n := len(self.deleted):
-            tags = [results.read(f / results.TAGS) for f in self.deleted[:3]]
-            named = ", ".join(t.get("name", "") for t in tags) + ", ..." * (n > 3)
+            named = ", ".join(map(_name_of, self.deleted[:3])) + ", ..." * (n > 3)
             lines.append(
                 f"{counted(n, 'run')} deleted in MLflow on purpose ({named}): "
                 "`specexp store rebuild` brings back what was deleted"
             )
         return lines
+
+
+def _name_of(result: Path) -> str:
+    with results.ignoring_damage():
+        return str(results.tags_of(result)["name"])
+    return ""
 
 
 def find_gaps(named: Mapping[Path, ShownAs]) -> Gaps:
@@ -78,10 +83,9 @@ def shown_as(folder: Path) -> ShownAs:
     """The experiment and the notebook's file name under which MLflow is to show a folder; None for
     each that the folder does not say. Raises OSError if it cannot be read now."""
     with results.ignoring_damage():
-        renamed = results.new_names(folder)
         record = folder / (results.RESULT if folder.parent.name == "results" else results.POINT)
-        tags = renamed["tags"] if renamed else results.load(folder / results.TAGS)
-        return (renamed or results.load(record)).get("experiment"), tags.get("notebook")
+        named = results.new_names(folder) or results.load(record)
+        return named.get("experiment"), results.tags_of(folder).get("notebook")
     return None, None
 
 

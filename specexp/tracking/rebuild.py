@@ -36,8 +36,8 @@ def rebuild(console: Console) -> Rebuilt:
     """Publish every result and failure again, oldest first, including those logged by hand. The
     store's own database and artifacts are renamed first; a server keeps its runs and gets those
     that it lacks. Raises StoreBusy while another process works on the store."""
-    with store.claim_or_wait("setup", lambda message: console.print(Text(message))):
-        others = [who for key, who in store.claims().items() if key != "setup"]
+    with store.claim_setup(lambda message: console.print(Text(message))):
+        others = [who for key, who in store.claims().items() if key != store.SETUP]
         if others:
             raise store.StoreBusy(f"{others[0]} is using {store.root()}: stop it first")
         kept = [*store.root().glob(f"results/*/{store.TAGS}"),

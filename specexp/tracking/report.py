@@ -53,9 +53,7 @@ class Run:
     def record(self) -> dict[str, Any]:
         """What it logged, with all its tags."""
         logged = results.runs_in(self.result)[self.rival]
-        committed = results.load(self.folder / results.TAGS)
-        renamed = results.new_names(self.folder).get("tags", {})
-        tags = logged.get("tags", {}) | committed | renamed
+        tags = logged.get("tags", {}) | results.tags_of(self.folder)
         texts = {name: str(value) for name, value in tags.items()}
         return logged | {"tags": mlflow_view.run_tags(texts, self.result["params"], self.rival)}
 
@@ -100,16 +98,25 @@ class Run:
         shown = dict(zip(results.runs_in(self.result), run_ids, strict=False))
         return f"{UI}/#/runs/{shown[self.rival]}" if self.rival in shown else ""
 
-    @cached_property
+    @property
     def prompts(self) -> int:
         """How many prompts, or conversations, the figures rest on; 0 if the rounds do not say."""
-        ids = compare.rounds_of(self.folder).get("question_id", pd.Series(dtype=str))
-        return int(ids.astype(str).nunique())
+        return self._of_rounds[0]
 
     @cached_property
     def doubts(self) -> list[str]:
         """Why this run's timings should not be trusted."""
-        return mlflow_view.doubts(self.record, compare.drift(self.folder, self.record))
+        return mlflow_view.doubts(self.record, lambda: self._of_rounds[1])
+
+    @cached_property
+    def _of_rounds(self) -> tuple[int, float]:
+        rounds = results.rounds_of(self.folder)
+        return len({*map(str, rounds.get("question_id", ()))}), mlflow_view.drift(rounds)
+
+    @property
+    def headline(self) -> str:
+        """What it answers, with intervals, on one line."""
+        return ", ".join(short for short, _ in mlflow_view.answers(self.record, bool(self.doubts)))
 
     def figures(self) -> Iterator[tuple[str, str]]:
         """Name and base64 text of each figure of the run, as they were logged; none for a rival."""
@@ -121,7 +128,7 @@ class Run:
 
     def question(self) -> tuple[str, list[str]]:
         """Title and paragraphs of the notebook's first markdown cell."""
-        cells = results.read(self.folder / "notebook.ipynb").get("cells", [])
+        cells = results.read(self.folder / results.NOTEBOOK).get("cells", [])
         texts = ("".join(c.get("source", "")) for c in cells if c.get("cell_type") == "markdown")
         blocks = re.split(r"\n\s*\n", next(texts, "").strip())
         title = re.fullmatch(r"#\s+(.+)", blocks[0])
@@ -142,7 +149,7 @@ def of(what: str) -> list[Run]:
     Raises UserError if there are none."""
     path = Path(what)
     if (path / results.RESULT).is_file():
-        selected, hint = newest(filter(results.intact, [path])), "it is damaged"
+        selected, hint = newest(filter(results.intact, [path.resolve()])), "it is damaged"
     elif path.suffix in (".yaml", ".yml"):
         selected = with_keys(results.keys_of(results.grid_name(path)))
         hint = f"make them with `specexp grid run {what}`"
@@ -198,9 +205,9 @@ def answer(part: Sequence[Run]) -> str:
     """What came out, in words: the first run with its own interval (that of its tag and of tables)
     and number of prompts, and which others are not certainly worse. What is called certain is so by
     intervals that are widened (Bonferroni) for the first of several."""
-    if not (answering := _answering(part)):
+    answer, having = _answering(part)
+    if answer is None:
         return "No speedup and no comparable acceptance was logged; the table below has what was."
-    answer, having = answering
     many, best, names = len(having), having[0], names_of(part)
     value, (low, high) = best.metrics[answer.metric], answer.together(best.metrics, many)
     has_interval = low < high
@@ -240,7 +247,7 @@ def answer(part: Sequence[Run]) -> str:
     return f"{text}, {'not ' * bool(close)}certainly {better} than {rest}.{caveat}"
 
 
-def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer, list[Run]] | None:
+def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer | None, list[Run]]:
     """The first metric that answers and that runs have, with these runs, the best first: but those
     of doubtful timings last. Drafts of different sizes are compared by acceptance length, as a
     short one has a higher rate whatever it yields."""
@@ -251,7 +258,7 @@ def _answering(part: Sequence[Run]) -> tuple[mlflow_view.Answer, list[Run]] | No
             order = {run: run.metrics[answer.metric] for run in having}
             having.sort(key=order.__getitem__, reverse=not answer.least)
             return answer, sorted(having, key=lambda run: _doubtful(answer, run))
-    return None
+    return None, []
 
 
 def _doubtful(answer: mlflow_view.Answer, run: Run) -> bool:
@@ -260,12 +267,10 @@ def _doubtful(answer: mlflow_view.Answer, run: Run) -> bool:
 
 def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
     """Of several runs, the best first: label, what answers with its interval in words, and both as
-    places on one scale, in per cent of its width; and the place that a clear result is away from.
-    """
-    answering = _answering(part)
-    if not answering or len(answering[1]) == 1:
+    places on one scale, in per cent of its width; and the place a clear result is away from."""
+    (answer, having), names = _answering(part), names_of(part)
+    if answer is None or len(having) == 1:
         return [], None
-    (answer, having), names = answering, names_of(part)
     ranges = {
         run: (run.metrics[answer.metric], *answer.together(run.metrics, len(having)))
         for run in having
@@ -277,7 +282,7 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
         return round(2 + 96 * (value - least) / width, 1)
 
     rows = [
-        (names[run], answer.said(*each)[0] + " (doubtful)" * _doubtful(answer, run),
+        (names[run], answer.said(*each)[0] + mlflow_view.DOUBTFUL * _doubtful(answer, run),
          *map(place, each))
         for run, each in ranges.items()
     ]  # fmt: skip
@@ -334,7 +339,7 @@ def _made_of(everything: Sequence[Run]) -> str:
 
 def _section(part: Sequence[Run]) -> dict[str, Any]:
     (title, prose), names = part[0].question(), names_of(part)
-    (_, having), (rows, even) = _answering(part) or (None, []), compared(part)
+    (_, having), (rows, even) = _answering(part), compared(part)
     first = [*having, *(run for run in part if run not in having)]
     drawn = ((names[run], name, image) for run in first for name, image in run.figures())
     figures = [
@@ -351,8 +356,7 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
     made_with = {n: dict.fromkeys(run.tags[n] for run in part if run.tags.get(n)) for n in FACTS}
     return {
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
-        "setting": setting(part), "grids": as_grids(part),
-        "compared": rows, "even": even,
+        "setting": setting(part), "grids": as_grids(part), "compared": rows, "even": even,
         "figures": figures, "more": next(drawn, None) is not None,
         "columns": list(table), "rows": table.to_numpy().tolist(),
         "exactness": exactness(part), "doubts": doubts,
@@ -398,19 +402,17 @@ def as_grids(part: Sequence[Run]) -> list[str]:
 def frame(part: Sequence[Run]) -> pd.DataFrame:
     """The runs as `runs.runs` returns them; not credible are the timings of doubtful ones."""
     return pd.DataFrame(
-        mlflow_view.row(run.experiment, run.folder.name, run.label, run.record, run.doubts)
+        mlflow_view.row(run.experiment, run.folder.name, run.label, run.record, bool(run.doubts))
         for run in part
     )
 
 
 def commands_to_repeat(part: Sequence[Run]) -> list[str]:
     """The commands that run these points again, for a shell; none if no grid ran them."""
-    commits = {run.tags.get("git.commit", "") for run in part}
-    commit = commits.pop() if len(commits) == 1 else ""
+    commit, *others = {run.tags.get("git.commit", "") for run in part}
     dirty = any(run.tags.get("git.dirty") == "true" for run in part)
-    changed = "  # and uncommitted changes" * dirty
-    whole = re.fullmatch("[0-9a-f]{40}", commit)
-    checkout = [f"git checkout {commit}{changed}"] if whole else []
+    one = re.fullmatch("[0-9a-f]{40}", commit) and not others
+    checkout = [f"git checkout {commit}{'  # and uncommitted changes' * dirty}"] if one else []
     grids = [
         f"specexp grid run {file}{flag}"
         for how, flag in (("no", ""), ("yes", " --together"))
@@ -439,8 +441,7 @@ def write(everything: Sequence[Run], out: Path | None = None, names: Collection[
     """Write the page of these runs to `out`, or to the store's `reports/` under these names, unless
     it is there, made of the same. Returns its path. Raises OSError."""
     if out is None:
-        title = "+".join(sorted(names))
-        name = re.sub(r"[^\w.+-]+", "-", title)[:100].strip("-+.") or "report"
+        name = re.sub(r"[^\w.+-]+", "-", "+".join(sorted(names)))[:100].strip("-+.") or "report"
         out = results.folder("reports") / f"{name}.html"
     if out.is_file() and _made_of(everything).encode() in out.read_bytes()[:1000]:
         return out

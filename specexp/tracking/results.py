@@ -6,6 +6,8 @@ lock files, `grids/` the run keys and the file of each grid. Locks are `flock` l
 kernel releases when their holder dies. This module knows nothing of MLflow or notebooks.
 """
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import hashlib
@@ -19,15 +21,20 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexp.errors import UserError
 from specexp.tracking import redact
 from specexp.zoo import shelf
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 ROOT = Path(__file__).resolve().parents[2]
 POINT, RESULT, TAGS = "point.json", "result.json", "tags.json"
+NOTEBOOK, PAGE = "notebook.ipynb", "notebook.html"  # as they ran; of a grid's points alone
 MANIFEST = "manifest.json"
+SETUP = "setup"  # a claim, see `claim_setup`
 MARKER, NEW_NAMES = ".published", ".label.json"  # written after the commit, never by a notebook
 PATIENCE_S = 120.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -162,19 +169,20 @@ def claims() -> dict[str, str]:
 
 
 @contextmanager
-def claim_or_wait(what: str, tell: Callable[[str], None] = lambda message: None) -> Iterator[None]:
-    """Hold the claim `what` for the `with` block. While another process has it, `tell` is called
-    with a message. Raises StoreBusy after PATIENCE_S."""
+def claim_setup(tell: Callable[[str], None] = lambda message: None) -> Iterator[None]:
+    """Hold the claim of one process at a time that may create or rebuild the database, for the
+    `with` block. While another one has it, `tell` is called with a message. Raises StoreBusy after
+    PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        with claim(what) as ours:
+        with claim(SETUP) as ours:
             if ours:
                 yield
                 return
-        who = holder(what) or "another process"
+        locked = f"locked for {SETUP} by {holder(SETUP) or 'another process'}"
         if time.monotonic() > deadline:
-            raise StoreBusy(f"{root()} is locked for {what} by {who}: wait for it, or stop it")
-        tell(f"waiting for the store, locked for {what} by {who}")
+            raise StoreBusy(f"{root()} is {locked}: wait for it, or stop it")
+        tell(f"waiting for the store, {locked}")
         time.sleep(0.1)
 
 
@@ -374,6 +382,21 @@ def new_names(folder: Path) -> dict[str, Any]:
     (`presence.rename`); else an empty dictionary. Raises as `load`."""
     path = folder / NEW_NAMES
     return load(path) if path.exists() else {}
+
+
+def tags_of(folder: Path) -> dict[str, Any]:
+    """The tags that a result or failed attempt was committed with, under its new names if it has
+    any. Raises as `load`."""
+    return load(folder / TAGS) | new_names(folder).get("tags", {})
+
+
+def rounds_of(result: Path) -> pd.DataFrame:
+    """The table of rounds that a result keeps; empty if there is none that can be read."""
+    import pandas as pd
+
+    with suppress(OSError, ValueError):
+        return pd.read_parquet(result / "tables" / "rounds.parquet")
+    return pd.DataFrame()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -15,8 +15,10 @@ import json
 import math
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,7 +106,7 @@ def log(
     """
     record = {
         "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
-        "params": dict(params),
+        "params": json.loads(json.dumps(dict(params), default=_plain)),
         **_numbers_of(metrics, series or {}),
         "tags": {**provenance.tags(str(params.get("device", "auto"))), **(tags or {})},
     }
@@ -131,14 +133,17 @@ def log(
     key = f"byhand-{uuid.uuid4().hex[:10]}"
     with results.claim(key):
         attempt = results.new_attempt(key)
-        _write(attempt, record, tables, figures)
+        try:
+            _write(attempt, record, tables, figures)
+        except BaseException:
+            shutil.rmtree(attempt)
+            raise
         for file in results.files_in(attempt):  # of a point, `grids.execute` does it
             redact.clean(file)
         named = mlflow_view.run_name(record["params"], mlflow_view.SIGNS) or record["experiment"]
-        name = f"{named} by hand"
-        result = results.commit(attempt, key, {"name": name, "status": "FINISHED"})
+        result = results.commit(attempt, key, {"name": f"{named} by hand", "status": "FINISHED"})
         try:
-            with results.claim_or_wait("setup"):
+            with results.claim_setup():
                 initialise()
             publish(result)
             rebuild.describe()
@@ -153,14 +158,24 @@ def log(
 
 def _numbers_of(metrics: Mapping[str, float], series: Series) -> dict[str, Any]:
     """Metrics and series as a record holds them."""
-    curves = {
-        name: values if isinstance(values, Mapping) else dict(enumerate(values, 1))
-        for name, values in series.items()
-    }
+    curves = {n: c if isinstance(c, Mapping) else dict(enumerate(c, 1)) for n, c in series.items()}
     return {
-        "metrics": {name: float(value) for name, value in metrics.items()},
-        "series": {n: {_step(k): float(v) for k, v in c.items()} for n, c in curves.items()},
+        "metrics": {name: _number(name, value) for name, value in metrics.items()},
+        "series": {n: {_step(k): _number(n, v) for k, v in c.items()} for n, c in curves.items()},
     }
+
+
+def _plain(value: Any) -> Any:
+    """A parameter that JSON does not know: numbers and arrays of NumPy and torch as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise UserError(f"the parameter {value!r:.60} is no number, no text and no list of them")
+
+
+def _number(name: str, value: Any) -> float:
+    with suppress(TypeError, ValueError):
+        return float(value)
+    raise UserError(f"the metric {name} is {value!r:.60}, not a number")
 
 
 def _step(step: Any) -> str:
@@ -187,8 +202,7 @@ def _write(
 
 def _reserved(tag: object) -> bool:
     """Whether only the runner may set this tag."""
-    theirs = str(tag).startswith("mlflow.") and tag != "mlflow.note.content"
-    return theirs or tag in _RUNNERS
+    return tag in _RUNNERS or (str(tag).startswith("mlflow.") and tag != "mlflow.note.content")
 
 
 # --- MLflow --------------------------------------------------------------------------------------
@@ -217,7 +231,7 @@ def client() -> Any:
 
 def initialise() -> None:
     """Create the database if it is missing, else check that it can be read. One process at a time
-    may do so (`results.claim_or_wait`). Raises StoreUnreachable, StoreCorrupt."""
+    may do so (`results.claim_setup`). Raises StoreUnreachable, StoreCorrupt."""
     has_database()
     backend().prepare()
 
@@ -306,12 +320,10 @@ def _publish(folder: Path) -> list[str]:
     from mlflow.entities import RunTag
 
     store = backend()
-    renamed = results.new_names(folder)
-    tags = results.load(folder / results.TAGS) | renamed.get("tags", {})
-    tags["store"] = results.store_id()
+    tags = results.tags_of(folder) | {"store": results.store_id()}
     status, _ = tags.pop("status"), tags.pop("ended", None)
     record = results.load(folder / (results.RESULT if status == "FINISHED" else results.POINT))
-    experiment = experiment_id(renamed.get("experiment", record["experiment"]))
+    experiment = experiment_id(results.new_names(folder).get("experiment", record["experiment"]))
     before = store.runs(experiment, f"tags.run_key = '{tags['run_key']}'")
     ours, stay = [run for run in before if is_ours(run)], list[Any]()
     if status != "FINISHED":  # a failure replaces no success
@@ -350,15 +362,14 @@ def _create_run(
     """`main`: the run that keeps the files, if this is one of a rival."""
     from mlflow.entities import Metric, Param
 
-    from specexp.tracking import compare
-
     mlflow, ended = client(), results.ended_ms(folder)
     started = ended - int(float(tags.get("seconds", 0)) * 1000)
     name = tags.pop("name", tags["run_key"])
     theirs = {n: text for n, text in record.get("tags", {}).items() if not _reserved(n)}
     files = f"./#/experiments/{experiment}/runs/{main}/artifacts" if main else ""
     record = {**record, "tags": theirs | tags}
-    answers = mlflow_view.answer_tags(record, compare.drift(folder, record), files)
+    doubts = mlflow_view.doubts(record, lambda: mlflow_view.drift(results.rounds_of(folder)))
+    answers = mlflow_view.answer_tags(record, bool(doubts), files)
     run = mlflow.create_run(experiment, started, record["tags"] | answers, name)
     metrics = [Metric(n, v, ended, step) for n, step, v in mlflow_view.as_points(record)]
     params = [Param(n, v) for n, v in mlflow_view.as_params(record).items()]
@@ -393,7 +404,7 @@ def rival_of(run: Any) -> str:
 def is_ours(run: Any) -> bool:
     """Whether a run was published from this store: a server may hold those of many."""
     tags = run.data.tags
-    return "run_key" in tags and tags.get("store", results.store_id()) == results.store_id()
+    return "run_key" in tags and tags.get("store") in (None, results.store_id())
 
 
 def has_database() -> bool:
@@ -408,25 +419,29 @@ def has_database() -> bool:
 
 def runs(experiment: str | None = None, grid: str | None = None) -> pd.DataFrame:
     """Finished runs that none supersedes, newest first: columns `params.x`, `metrics.group/name`,
-    `tags.x`; `metrics.speedup/credible` is 0 where timings cannot be. `grid`: only runs of this
+    `tags.x`; `metrics.speedup/credible` is 0 where timings are doubtful. `grid`: only runs of this
     grid's points, whichever grid ran them. Raises StoreUnreachable, StoreCorrupt."""
     import pandas as pd
 
     store, keys = backend(), results.keys_of(grid or "")
+
+    def is_of_grid(run: Any) -> bool:
+        tags = run.data.tags
+        named = tags.get("grid") == grid and not (keys and is_ours(run))  # else `keys` says it
+        return grid is None or named or tags.get("run_key") in keys
+
     finished = [
         (e.name, run)
         for e in (store.experiments() if has_database() else [])
         if experiment is None or experiment in names_of(e)
         for run in store.runs(e.experiment_id, "attributes.status = 'FINISHED'")
-        if mlflow_view.SUPERSEDED not in run.data.tags
-        if grid in (None, run.data.tags.get("grid") if not keys or not is_ours(run) else "")
-        or run.data.tags.get("run_key") in keys
+        if mlflow_view.SUPERSEDED not in run.data.tags and is_of_grid(run)
     ]
     finished.sort(key=lambda pair: pair[1].info.start_time, reverse=True)
     records = [(name, run.info, run.data.to_dictionary()) for name, run in finished]
     return pd.DataFrame(
-        mlflow_view.row(name, about.run_id, about.run_name, record, mlflow_view.doubts(record))
-        for name, about, record in records
+        mlflow_view.row(name, run.run_id, run.run_name, record, mlflow_view.is_doubtful(record))
+        for name, run, record in records
     )
 
 

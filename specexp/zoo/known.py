@@ -21,6 +21,7 @@ from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 from specexp.errors import UserError
+from specexp.tracking.provenance import PACKAGE, SOURCE
 from specexp.zoo import files, shelf
 
 SHELL = ("_", "SHLVL", "OLDPWD", "COLUMNS", "LINES")  # variables that decide nothing
@@ -85,7 +86,7 @@ class Known:
     @cached_property
     def _always(self) -> str:
         """A digest of what decides every answer."""
-        code = (path for path in _PACKAGE.rglob("*") if path.suffix in _CODE)
+        code = (path for path in PACKAGE.rglob("*") if path.suffix in SOURCE)
         cards = (model.path / "zoo.json" for model in shelf.models())
         folders = (*sys.path, *os.environ.get("PATH", "").split(os.pathsep))
         devices = (*Path("/dev").glob("nvidia*"), Path("/proc/driver/nvidia/version"))
@@ -93,10 +94,6 @@ class Known:
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else [os.cpu_count()]
         stats = _stats((*sorted(code), *cards, *folders, *devices))
         return _digest(*stats, variables, sorted(usable))
-
-
-_PACKAGE = Path(__file__).resolve().parents[1]
-_CODE = (".py", ".cpp", ".h", ".cu")
 
 
 def _name(function: Callable[..., Answer] | str) -> str:

@@ -85,7 +85,7 @@ def asked(folder, monkeypatch):
         (folder.parent / name).mkdir()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.syspath_prepend(folder.parent / "site")
-    monkeypatch.setattr(known, "_PACKAGE", folder.parent / "code")
+    monkeypatch.setattr(known, "PACKAGE", folder.parent / "code")
     ask = known._ask
 
     def load():

@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -644,12 +643,12 @@ def test_kernels_are_not_forked_for_points_that_are_all_on_a_gpu(points, devices
 @pytest.mark.parametrize(
     ("device", "hides"), [("cuda:1", False), ("cuda", True), ("auto", True), (None, True)]
 )
-def test_point_that_names_a_gpu_sees_all_of_them(monkeypatch, device, hides):
+def test_point_that_names_a_gpu_sees_all_of_them(points, monkeypatch, device, hides):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     given = []
     monkeypatch.setattr(local, "execute", lambda *args: given.append(args[-1]))
-    point = SimpleNamespace(params={} if device is None else {"device": device})
+    point = replace(points(x=[1])[0], params={} if device is None else {"device": device})
     local._run(None, 1, point, None, None)
     assert given == [{"CUDA_VISIBLE_DEVICES": "1"} if hides else {}]
 

@@ -49,12 +49,12 @@ def test_a_timing_that_cannot_be_is_marked_wherever_it_is_read(planted, store):
     assert ("x: " in title(figures.pairings.forest(ahead))) == calm
     record = {"params": {"drafter": "x"}, "metrics": metrics, "tags": {}}
     assert bool(mlflow_view.doubts(record)) != calm
-    answer = mlflow_view.answer_tags(record)["answer"]
+    answer = mlflow_view.answer_tags(record, not calm)["answer"]
     assert answer.endswith(" (doubtful)") != calm
-    assert ("(doubtful)" in mlflow_view.answer_tags(record)[mlflow_view.NOTE]) != calm
+    assert ("(doubtful)" in mlflow_view.answer_tags(record, not calm)[mlflow_view.NOTE]) != calm
     track.log("mine", {"drafter": "x"}, metrics, tags=IDLE)
     [result] = results.listed("results")
-    assert ("] (doubtful), " in compare.headline(result)) != calm
+    assert ("] (doubtful), " in report.Run(result).headline) != calm
     assert compare.has_doubtful_timing(result) != calm
     runs = track.runs()
     assert ("timing" in compare.overview(runs)) != calm
@@ -71,7 +71,7 @@ def test_a_finished_point_says_that_others_ran_beside_it(store, together):
     [result] = results.listed("results")
     tags = json.loads((result / results.TAGS).read_text())
     (result / results.TAGS).write_text(json.dumps(tags | {"together": together}))
-    assert ("(doubtful)" in compare.headline(result)) == (together == "yes")
+    assert ("(doubtful)" in report.Run(result).headline) == (together == "yes")
 
 
 def test_a_sweep_is_doubtful_if_any_draft_length_is(latency):

@@ -508,7 +508,7 @@ def _initialise(job: dict[str, Any]) -> None:
     from specexp.tracking import results as store
     from specexp.tracking import runs as track
 
-    with store.claim_or_wait("setup"):
+    with store.claim_setup():
         track.initialise()
 
 

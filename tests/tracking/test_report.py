@@ -259,7 +259,7 @@ def test_answer_says_which_draft_length_and_at_which_load_it_loses(store):
         f"speedup/at_batch{end}": {batch: value + more for batch, value in curve.items()}
         for end, more in (("", 0), ("_low", -0.05), ("_high", 0.05))
     }
-    said = mlflow_view.answer_tags(run[0].record | {"series": by_batch})["mlflow.note.content"]
+    said = mlflow_view.answer_tags(run[0].record | {"series": by_batch}, False)[mlflow_view.NOTE]
     assert "with a draft length of 4" in said
     of_three = "with one of 3, 1.90x [1.85, 1.95] in a batch of 1, 0.90x [0.85, 0.95] in a batch of"
     assert of_three in said
@@ -310,7 +310,7 @@ def test_regret_below_zero_is_a_gain_with_its_interval(store):
     said = "12.0% [-1.0, 24.0] of tokens/s gained at worst against the best fixed policy"
     [run] = report.of("mine")
     assert said in report.answer([run])
-    assert [brief for brief, _ in mlflow_view.answers(run.record)] == ["12.0% [-1.0, 24.0] gained"]
+    assert run.headline == "12.0% [-1.0, 24.0] gained"
     committed("b", {"regret/worst": 0.02}, drafter="suffix")
     rows, _ = report.compared(report.of("mine"))
     assert [words.partition("%")[0] + words[-7:] for _, words, *_ in rows] == [
@@ -330,7 +330,7 @@ def test_the_best_of_several_runs_has_its_tags_interval_and_then_a_wider_one(sto
     for drafter in ("ngram", "suffix"):
         committed(drafter, metrics, drafter)
     best, other = report.of("mine")
-    answer, tag = report.answer([best, other]), mlflow_view.answer_tags(best.record)["answer"]
+    answer, tag = report.answer([best, other]), best.headline
     own, wider = re.findall(r"[\d.]+[x%] \[.*?\]", answer)
     assert tag.startswith(own)
     assert f"({wider}" in answer
@@ -341,6 +341,7 @@ def test_renamed_result_is_reported_under_its_new_name(store):
     result = committed("a", FAST)
     tags = {"name": "suffix γ=3", "notebook": "new.ipynb", "mlflow.source.name": "new.ipynb"}
     presence.rename(result, "new", tags)
+    assert "on purpose (suffix γ=3)" in presence.Gaps(deleted=[result]).lines()[0]
     assert not [
         path for path in result.iterdir() if "label" in path.name and path.suffix != ".json"
     ]
@@ -413,6 +414,8 @@ def test_answer_in_mlflow_is_doubtful_if_the_pace_drifted(store):
         track.publish(committed(name, FAST, drafter=name, rounds=_repeats(slower)))
     answers = sorted(run.data.tags["answer"] for run in active())
     assert answers == ["1.90x [1.80, 2.00]", "1.90x [1.80, 2.00] (doubtful)"]
+    table = track.runs().set_index("params.drafter")["metrics.speedup/credible"]
+    assert (table["b"], table.isna()["a"]) == (0, True)
 
 
 def test_a_reason_for_doubt_is_said_once_of_all_runs_that_it_holds_for(store):
@@ -429,6 +432,11 @@ def test_a_point_is_shown_once_by_its_newest_intact_result(store):
     on_gpu = committed("d", SLOW, tags={"device": "NVIDIA H100"})
     assert [run.folder for run in report.of("mine")] == [new, on_gpu]
     assert [run.folder for run in report.of(str(old))] == [old]
+
+
+def test_a_result_is_found_from_inside_its_folder(store, monkeypatch):
+    monkeypatch.chdir(folder := committed("a", FAST))
+    assert [run.folder.name for run in report.of(".")] == [folder.name]
 
 
 def test_order_of_the_parameters_cell_makes_no_other_point(store):

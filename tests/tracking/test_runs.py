@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 from rich.console import Console
 from support.artifacts import digests
 from support.servers import Mlflow
@@ -87,6 +89,12 @@ def test_run_by_hand_is_committed_and_published(store, capsys):
     assert (store / "artifacts" / "mine" / run["run_id"] / "artifacts" / "result.json").exists()
 
 
+def test_run_by_hand_that_cannot_be_written_leaves_no_attempt(store):
+    with pytest.raises(AttributeError):
+        track.log("mine", {}, METRICS, figures={"speed": "no figure"})
+    assert results.listed("attempts") == []
+
+
 def test_run_by_hand_keeps_and_shows_no_secret(store, monkeypatch, capsys):
     token, word = f"ghp_{'A1b2C3d4' * 5}", "correct horse battery"
     monkeypatch.setenv("MY_PASSWORD", word)
@@ -132,6 +140,8 @@ def test_run_by_hand_keeps_and_shows_no_secret(store, monkeypatch, capsys):
         ({"a/b": 1.0}, {"c/d": {0.5: 1.0}}, "c/d has the step 0.5, not a 64-bit integer"),
         ({"a/b": 1.0}, {"c/d": {float("inf"): 1.0}}, "the step inf"),
         ({"a/b": 1.0}, {"c/d": {2**70: 1.0}}, "not a 64-bit integer"),
+        ({"a/b": None}, {}, "the metric a/b is None, not a number"),
+        ({"a/b": 1.0}, {"c/d": ["x"]}, "the metric c/d is 'x', not a number"),
     ],
 )
 def test_unpublishable_names_and_values_are_refused(store, metrics, series, said):
@@ -139,6 +149,15 @@ def test_unpublishable_names_and_values_are_refused(store, metrics, series, said
         track.log("mine", {}, metrics, series)
     assert not (store / "results").exists()
     assert track.runs().empty
+
+
+def test_parameters_of_numpy_and_torch_are_those_of_python_and_others_are_refused(store):
+    track.log("mine", {"gamma": np.int64(3), "alphas": torch.tensor([0.5, 1])}, METRICS)
+    [run] = track.runs().to_dict("records")
+    assert (run["params.gamma"], run["params.alphas"]) == ("3", "[0.5, 1.0]")
+    with pytest.raises(UserError, match=r"the parameter torch\.float16 is no number, no text"):
+        track.log("mine", {"dtype": torch.float16}, METRICS)
+    assert not list((store / "attempts").glob("*"))
 
 
 def test_names_that_are_no_files_are_refused_before_anything_is_written(store):

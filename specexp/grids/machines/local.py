@@ -29,7 +29,7 @@ class Here:
     """This machine. With several GPUs, worker i sees only GPU i, unless a point names a device."""
 
     def __init__(self, points: Sequence[Point], forked: bool = True) -> None:
-        modules = notebooks.modules_of(sorted({p.notebook for p in points}))
+        modules = notebooks.modules_of(p.notebook for p in points)
         on_cpu = any(p.identity.parts.get("device") == "cpu" for p in points)
         why = "all points are on a GPU" * (not on_cpu) if forked else "as requested"
         self._kernels = kernels.Kernels(modules, why)
@@ -74,7 +74,7 @@ class Here:
 
 
 def _run(worker: kernels.Worker, number: int, point: Point, attempt: Path, watch: Watch) -> str:
-    named = str(point.params.get("device")).startswith("cuda:")
+    named = point.device.startswith("cuda:")
     execute(point, attempt, worker, watch, {} if named else _visible(number))
     return "this machine"
 

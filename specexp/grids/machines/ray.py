@@ -107,10 +107,10 @@ def _refusal(task: Task) -> str:
     if _imported() != task.code:
         return f"this machine imported code that differs from the runner's, from {results.ROOT}"
     point = task.point
-    parts, device = point.identity.parts, point.params.get("device", "auto")
+    parts = point.identity.parts
     torch.set_num_threads(int(parts["threads"]))
-    here = provenance.machine(device, point.timed)
-    here |= {"kernels": provenance.kernels(device)} if "kernels" in parts else {}
+    here = provenance.machine(point.device, point.timed)
+    here |= {"kernels": provenance.kernels(point.device)} if "kernels" in parts else {}
     how = identity.why_new(here, {name: parts.get(name, "") for name in here})
     return how and f"this machine is of another kind than the runner's: {how}"
 
@@ -179,7 +179,7 @@ class OnRay:
         if importlib.util.find_spec("ray") is None:
             raise UserError('to run on Ray install it: pip install "specexp[ray]"')
         for point in points:
-            if re.fullmatch(r"cuda:[1-9]\d*", _device(point)):
+            if re.fullmatch(r"cuda:[1-9]\d*", point.device):
                 raise UserError(f"{point.label}: a point on Ray sees one GPU; write device: cuda")
             if not point.notebook.is_relative_to(results.ROOT):
                 raise UserError(
@@ -189,7 +189,7 @@ class OnRay:
         usual = os.environ.get("RAY_ADDRESS", OWN_CLUSTER)
         self._address = usual if address == OWN_CLUSTER else address
         self._over = threading.Event()
-        self._modules = notebooks.modules_of(sorted({p.notebook for p in points}))
+        self._modules = notebooks.modules_of(p.notebook for p in points)
         self._code = provenance.code_digest()
         about = provenance.tags()
         git = f"{about['git.commit'] or 'unknown'} {about['git.dirty']}"
@@ -202,7 +202,7 @@ class OnRay:
 
         self._refresh()
         self._gpus = any(gpus >= 1 for _, gpus in self._nodes)
-        needy = [p for p in self._points if _device(p).startswith("cuda")]
+        needy = [p for p in self._points if p.device.startswith("cuda")]
         self._task = ray.remote(max_retries=0)(run)
         self._mailbox = ray.remote(num_cpus=0, max_restarts=-1)(Mailbox).remote()
         try:
@@ -287,7 +287,7 @@ class OnRay:
 
     def demand(self, point: Point) -> dict[str, Any]:
         """The CPUs and GPUs that a point asks Ray for."""
-        gpus = int(self._gpus and _device(point).startswith(("cuda", "auto")))
+        gpus = int(self._gpus and point.device.startswith(("cuda", "auto")))
         fit = [cpus for cpus, there in self._nodes if there >= gpus]
         most, threads = max([1, *fit]), float(point.identity.parts["threads"])
         return {"num_cpus": most if point.alone else min(most, threads), "num_gpus": gpus}
@@ -364,10 +364,6 @@ class OnRay:
 def _line(e: Exception) -> str:
     """The first 200 characters of a Ray error, on one line; of its cause if raised remotely."""
     return " ".join(str(getattr(e, "cause", None) or e).split())[:200] or type(e).__name__
-
-
-def _device(point: Point) -> str:
-    return str(point.params.get("device", "auto"))
 
 
 def _check_port(address: str) -> None:
