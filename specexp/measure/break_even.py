@@ -172,8 +172,8 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
         context = part["context"].mean()
         measured = summaries.speedup(part).interval
         record = summaries.pooled(part)
-        own = costs.speedup(batch, gamma, record.conditional, context)
-        own *= record.tokens_per_pass / record.length
+        step_s, round_s = costs.step_s(batch, context), costs.round_s(batch, gamma, context)
+        own = record.tokens_per_pass * step_s / round_s
         fits = theory.credible(measured.value, record.length, own)
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}

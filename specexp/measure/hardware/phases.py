@@ -111,8 +111,7 @@ def phases(
     record.check()
     step, verify = (side["phases"]["verify"]["ms"] for side in sides.values())
     draft = sides["fast"]["draft_passes_ms"]
-    predicted = theory.measured_speedup(record.conditional, draft, verify, step)
-    predicted *= record.tokens_per_pass / record.length
+    predicted = record.tokens_per_pass * step / (draft + verify)
     times = [_by_repeat([t.decode_s for t in side], repeats) for side in traces.values()]
     tokens = [_by_repeat([t.emitted for t in side], repeats) for side in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], same_work=True)
