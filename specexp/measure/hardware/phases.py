@@ -110,7 +110,7 @@ def phases(
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
     step, verify = (side["phases"]["verify"]["ms"] for side in sides.values())
-    draft = sides["fast"]["draft_passes_ms"]
+    draft = sides["fast"]["phases"]["draft"]["ms"]
     predicted = record.tokens_per_pass * step / (draft + verify)
     times = [_by_repeat([t.decode_s for t in side], repeats) for side in traces.values()]
     tokens = [_by_repeat([t.emitted for t in side], repeats) for side in traces.values()]
@@ -146,7 +146,6 @@ def _side(
                     "share": statistics.share(each[phase], total, same_work=True)._asdict()}
             for phase in PHASES
         },
-        "draft_passes_ms": 1e3 * float(each["draft"].mean()),
         "sum_over_round": statistics.ratio(total, round_s, same_work=True)._asdict(),
         "overhead": overhead._asdict(),
     }  # fmt: skip
