@@ -60,7 +60,7 @@ def profile(
         contexts = [c for c in CONTEXTS if c <= most] or [most]
         if longest > contexts[-1]:
             contexts.append(min(most, 1 << (longest - 1).bit_length()))
-    axes, deepest = (batches, gammas, contexts), max(gammas)
+    axes, deepest = (batches, gammas, contexts), max(gammas, default=0)
     measured: tuple[Sequence[int], ...] = (), (), ()
     with suppress(UserError):  # there is none, or it is damaged
         stored = Costs.load(path)
