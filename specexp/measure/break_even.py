@@ -170,7 +170,7 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
     usual, rows = summaries.pooled(accepted).conditional, []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
         context = part["context"].mean()
-        measured = summaries.speedup(part).interval
+        measured = summaries.speedup_draws(part).interval
         record = summaries.pooled(part)
         step_s, round_s = costs.step_s(batch, context), costs.round_s(batch, gamma, context)
         own = record.tokens_per_pass * step_s / round_s
