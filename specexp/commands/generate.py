@@ -126,7 +126,7 @@ def _all(every: Sequence[tuple[Prompt, Acceptance, dict[str, Any]]]) -> Iterator
     ]  # fmt: skip
     if len(rows) > 1:
         timed = pd.DataFrame(rows)
-        [speedup] = statistics.simultaneous([summaries.speedup(timed)])
+        speedup = summaries.speedup_draws(timed).interval
         doubts = int((~timed["credible"]).sum())
         doubt = [f"timings of {counted(doubts, 'prompt')} are doubtful"] * (doubts > 0)
         verdict = [statistics.verdict(speedup)] * (2 * doubts <= len(timed))

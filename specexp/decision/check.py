@@ -61,8 +61,7 @@ class Checked:
         if not (self.drafts and self.samples["here_drafts"].any()):
             return None
         names = ("accepted_tokens", "drafts", "here_accepted_tokens", "here_drafts")
-        draws = statistics.difference_draws(*summaries.units(self.samples, *names))
-        return statistics.simultaneous([draws])[0]
+        return statistics.difference_draws(*summaries.units(self.samples, *names)).interval
 
     @cached_property
     def speedup(self) -> Interval | None:

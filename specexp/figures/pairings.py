@@ -50,7 +50,7 @@ def by_category(samples: pd.DataFrame) -> Figure:
             kinds = f"{hardest['category']} than on {easiest['category']}"
             claim = f"certainly lower on {kinds}, {claim}"
         else:
-            claim += "; too few prompts to tell them apart"
+            claim += f"; too few {summaries.unit(samples)} to tell them apart"
     finding = f"Acceptance rate of {first} by kind of text: {claim}"
     return heat_map(table, finding, notes, hatched)
 

@@ -60,7 +60,7 @@ def profile(
         contexts = [c for c in CONTEXTS if c <= most] or [most]
         if longest > contexts[-1]:
             contexts.append(min(most, 1 << (longest - 1).bit_length()))
-    axes, deepest = (batches, gammas, contexts), max(gammas)
+    axes, deepest = (batches, gammas, contexts), max(gammas, default=0)
     measured: tuple[Sequence[int], ...] = (), (), ()
     with suppress(UserError):  # there is none, or it is damaged
         stored = Costs.load(path)
@@ -170,10 +170,10 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
     usual, rows = summaries.pooled(accepted).conditional, []
     for (gamma, batch), part in samples.groupby(["gamma", "batch"]):
         context = part["context"].mean()
-        measured = summaries.speedup(part).interval
+        measured = summaries.speedup_draws(part).interval
         record = summaries.pooled(part)
-        own = costs.speedup(batch, gamma, record.conditional, context)
-        own *= record.tokens_per_pass / record.length
+        step_s, round_s = costs.step_s(batch, context), costs.round_s(batch, gamma, context)
+        own = record.tokens_per_pass * step_s / round_s
         fits = theory.credible(measured.value, record.length, own)
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}

@@ -29,8 +29,7 @@ from specexp.tree import Tree
 
 FULL = 8  # a batch of n < FULL is timed FULL // n times as often: short passes are easily disturbed
 BLOCK = 8  # rounds timed at one draft length before the next length takes its turn
-LEAD = 4  # untimed rounds before a block, until the CPU's caches hold what such rounds use; before
-# plain steps there are CALM, since a drafter's weights leave the caches slowly
+LEAD = 4  # untimed rounds before those that are timed: see `lead`
 LEAD_READS = 2  # untimed prefills of a length: the second may be captured
 
 Times: TypeAlias = dict[Any, list[tuple[float, float]]]
@@ -75,6 +74,12 @@ def added_bytes(engine: Engine) -> int:
     return sum(weight.nbytes for address, weight in own.items() if address not in shared)
 
 
+def lead(engine: Engine, gamma: int) -> int:
+    """How many rounds of a kind are not timed before some are: until they are recorded and the
+    CPU's caches hold what they use, which a drafter's weights leave slowly before plain steps."""
+    return max(LEAD if gamma else CALM, 1 + engine.recorder.warm)
+
+
 def measure(
     engine: Engine, ids: Sequence[Sequence[int]], batches: Sequence[int], gammas: Sequence[int],
     contexts: Sequence[int], repeats: int = 5,
@@ -103,7 +108,6 @@ def measure(
         new = context - slack - length
         return Sequences.of(prompts, new, slack=slack, device=engine.target.device)
 
-    lead = {gamma: max(LEAD if gamma else CALM, 1 + engine.recorder.warm) for gamma in gammas}
     settings = list(product(batches, contexts))
     rounds: Times = {point: [] for point in product(batches, gammas, contexts)}
     reads: Times = {n: [] for n in lengths}
@@ -117,7 +121,7 @@ def measure(
         for turn, done in enumerate(range(0, count, BLOCK)):
             few = min(BLOCK, count - done)
             for gamma in gammas[:: direction * (-1) ** turn]:
-                tree, before = Tree.chain(gamma), lead[gamma]
+                tree, before = Tree.chain(gamma), lead(engine, gamma)
                 turns = [_round(engine, seqs, tree) for _ in range(before + few)]
                 rounds[batch, gamma, context] += turns[before:]
 

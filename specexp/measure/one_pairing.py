@@ -24,7 +24,7 @@ from specexp.drafters import named
 from specexp.engine import Engine, Generation
 from specexp.errors import UserError, brief
 from specexp.measure import interleave, statistics
-from specexp.measure.costs import LEAD, added_bytes
+from specexp.measure.costs import added_bytes, lead
 from specexp.measure.exactness import ALIKE, remembers
 from specexp.measure.interleave import clock
 from specexp.measure.prompts import Prompt
@@ -389,14 +389,14 @@ def _time_rounds(
     """Time rounds that continue a prompt: (tokens drafted, seconds) of whole rounds, then (tokens
     drafted, seconds to draft, seconds to verify) of rounds timed stage by stage.
 
-    The first rounds are not counted, since the processor's caches still hold the data of another
-    kind of round. At the end of the output or the drafter's context rows are reset to the text."""
+    The first rounds are not counted (`costs.lead`). At the end of the output or the drafter's
+    context rows are reset to the text."""
     tree = within_context(engine, tree, len(text))
     reach = min(size, engine.target.context, engine.drafter.context if tree.depth else size)
     new = max(1, reach - len(text))
     seqs = engine.begin(Sequences.of([text], new, slack=tree.room, device=engine.target.device))
     length, limit = seqs.length.clone(), seqs.limit.clone()
-    lead = max(LEAD if tree.depth else CALM, 1 + engine.recorder.warm)
+    first = lead(engine, tree.depth)
     whole: list[tuple[float, ...]] = []
     apart: list[tuple[float, ...]] = []
 
@@ -407,9 +407,9 @@ def _time_rounds(
         return step.drafted
 
     with named(engine.drafter, whole):
-        while len(whole) < lead + VISIT_ROUNDS:
+        while len(whole) < first + VISIT_ROUNDS:
             begin = clock(engine.target.device)
-            for rows, end in engine.start(seqs, tree, lead + VISIT_ROUNDS - len(whole))():
+            for rows, end in engine.start(seqs, tree, first + VISIT_ROUNDS - len(whole))():
                 whole.append((drafted(*engine.steps(rows)), end - begin))
                 begin = end
         while len(apart) < VISIT_ROUNDS:
@@ -419,7 +419,7 @@ def _time_rounds(
             engine.recorder.run_stage(engine, "verify", engine.verify, seqs, draft)
             now.append(clock(engine.target.device))
             apart.append((drafted(*engine.run(seqs, tree)), *np.diff(now)))
-    return whole[lead:], apart
+    return whole[first:], apart
 
 
 def _counts(trace: Trace, row: int = 0) -> dict[str, Any]:

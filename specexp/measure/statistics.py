@@ -19,13 +19,15 @@ Timings of the same work again and again meet only noise: `same_work` is for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import binomtest
+
+Key = TypeVar("Key")
 
 MIN_REPEATS = 5  # repeats of the same work that an interval should rest on
 MIN_PROMPTS = 17  # prompts that a verdict should rest on
@@ -74,7 +76,7 @@ class Draws(NamedTuple):
     @property
     def interval(self) -> Interval:
         """Its own; that of any of several arms is one of `simultaneous`."""
-        return simultaneous([self])[0]
+        return simultaneous({0: self})[0]
 
     def under(self, noise: Draws) -> Draws:
         """The same with the relative spread of another value, which is independent of it."""
@@ -85,19 +87,19 @@ class Draws(NamedTuple):
         return Draws(self.value, low, high, self.doubt or noise.doubt)
 
 
-def simultaneous(arms: Sequence[Draws]) -> list[Interval]:
+def simultaneous(arms: Mapping[Key, Draws]) -> dict[Key, Interval]:
     """Intervals of several arms that all hold at once with 95 %, so that any of them may be picked.
 
     The ends of each are quantiles of its draws, of one level for all: the level at which in 2.5 %
     of the draws, taken by all arms together, any of them is beyond its end (max-T, by ranks)."""
     if not arms:
-        return []
-    lows = _quantiles(np.array([arm.low for arm in arms]))
-    highs = -_quantiles(np.array([-arm.high for arm in arms]))
-    return [
-        Interval(arm.value, min(arm.value, float(low)), max(arm.value, float(high)), arm.doubt)
-        for arm, low, high in zip(arms, lows, highs, strict=True)
-    ]
+        return {}
+    lows = _quantiles(np.array([arm.low for arm in arms.values()]))
+    highs = -_quantiles(np.array([-arm.high for arm in arms.values()]))
+    return {
+        key: Interval(arm.value, min(arm.value, float(low)), max(arm.value, float(high)), arm.doubt)
+        for (key, arm), low, high in zip(arms.items(), lows, highs, strict=True)
+    }
 
 
 def _quantiles(draws: np.ndarray) -> np.ndarray:

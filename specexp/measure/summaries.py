@@ -57,8 +57,8 @@ def gains(samples: pd.DataFrame, over: str) -> pd.DataFrame:
 
 def _table(by: str, column: str, draws: Mapping[Any, Draws]) -> pd.DataFrame:
     """One row a key, named `by`, with its value as this column; all intervals hold at once."""
-    intervals = zip(draws, statistics.simultaneous([*draws.values()]), strict=True)
-    rows = [{by: key} | interval.columns(column) for key, interval in intervals]
+    intervals = statistics.simultaneous(draws)
+    rows = [{by: key} | interval.columns(column) for key, interval in intervals.items()]
     return pd.DataFrame(rows, columns=[by, column, "low", "high"])
 
 
@@ -136,16 +136,16 @@ def speedups(samples: pd.DataFrame, by: str, expected: pd.DataFrame | None = Non
     Column promised, the same in all rows: the speedup to expect of the fastest, without the luck by
     which it came out first (see `leave_one_out`)."""
     parts = dict(list(samples.groupby(by)))
-    timed = statistics.simultaneous([speedup(part) for part in parts.values()])
-    records = map(pooled, parts.values())
+    timed = statistics.simultaneous({key: speedup_draws(part) for key, part in parts.items()})
     rows = [
         {by: key}
-        | s.columns("speedup")
-        | {"doubt": s.doubt}
+        | timed[key].columns("speedup")
+        | {"doubt": timed[key].doubt}
         | {"tok_s": part["tokens"].sum() / part["s"].sum()}
         | {"plain_tok_s": part["plain_tokens"].sum() / part["plain_s"].sum()}
         | {"length": record.length, "rate": record.rate}
-        for s, record, (key, part) in zip(timed, records, parts.items(), strict=True)
+        for key, part in parts.items()
+        for record in [pooled(part)]
     ]
     promised = _pace(leave_one_out(samples, by)[TIMED].sum())
     return judged(pd.DataFrame(rows).assign(promised=promised), expected)
@@ -188,7 +188,7 @@ def lead_over_others(samples: pd.DataFrame) -> pd.DataFrame:
     return _table("arm", "times", draws)
 
 
-def speedup(samples: pd.DataFrame) -> Draws:
+def speedup_draws(samples: pd.DataFrame) -> Draws:
     """The speedup of one arm, for `statistics.simultaneous`: over prompts and, as those of a batch
     share its time, over batches and repeats. A single batch that ran once has no interval."""
     draws = statistics.speedup_draws(*units(samples, *TIMED), units=unit(samples))

@@ -30,10 +30,9 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Closed:
-    """`count` requests, `concurrency` at a time: the next arrives when one is done."""
+    """So many requests at a time: the next arrives when one is done."""
 
     concurrency: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def parse(load: str, count: int, seed: int = 0) -> Arrivals | Closed:
         if kind == "closed":
             if (streams := int(argument)) < 1:
                 raise UserError(f"load {load!r} needs at least one stream")
-            return Closed(streams, count)
+            return Closed(streams)
         if kind == "poisson":
             return bursty(float(argument), count, Lengths(), seed)
         if kind == "bursty":

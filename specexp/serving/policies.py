@@ -43,25 +43,6 @@ class Table(Policy):
 
 
 @dataclass
-class InTurn(Policy):
-    """Drafts gamma tokens for all rows, for half of them and for none, in turn, so that a check
-    covers every kind of round."""
-
-    gamma: int
-    rounds: int = field(default=0, init=False)
-
-    @property
-    def widest(self) -> int:
-        return Tree.chain(self.gamma).room
-
-    def choose(self, load: Load) -> Plan:
-        self.rounds += 1
-        drafting = (load.rows, load.rows // 2, 0)[(self.rounds - 1) % 3]
-        budget = (self.gamma,) * drafting + (0,) * (load.rows - drafting)
-        return Plan(Tree.chain(self.gamma), budget)
-
-
-@dataclass
 class Bandit:
     """Learns by trial the tokens per second of each draft length, for each power of two of rows.
 

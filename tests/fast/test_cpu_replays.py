@@ -18,13 +18,13 @@ from specexp.engine import Engine
 from specexp.fast import cpu_replays
 from specexp.fast.cpu import build
 from specexp.fast.recordings import Recordings
+from specexp.measure.under_load.loops import AllHalfNone
 from specexp.models import lm
 from specexp.models.load import of_module
 from specexp.policy import Fixed, Plan
 from specexp.recording import Recorder
 from specexp.sequences import Sequences
 from specexp.serving.engine_rows import EngineRows
-from specexp.serving.policies import InTurn
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.sources import Source, serve
@@ -158,7 +158,7 @@ def test_served_texts_are_the_texts(kind):
     """Rows join, move and leave, their prompts are read in chunks, and they draft by budgets."""
     wanted = slow("null", "empty").generate(PROMPTS * 2, NEW, streams=range(10)).tokens
     made = fast(kind)
-    server = Server(EngineRows(made, count=4, slots=64, slack=5), InTurn(3), chunk=8)
+    server = Server(EngineRows(made, count=4, slots=64, slack=5), AllHalfNone(3), chunk=8)
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
     responses = serve(server, Source(requests, 4))
     assert {a.request.stream: a.tokens for a in responses} == dict(enumerate(wanted))

@@ -22,6 +22,7 @@ from specexp.fast import cuda_graphs
 from specexp.fast.cuda_graphs import CudaTape
 from specexp.fast.recordings import MAX_RECORDINGS, Recordings, Refused
 from specexp.measure.exactness import certify, compare
+from specexp.measure.under_load.loops import AllHalfNone
 from specexp.models.lm import fill
 from specexp.models.load import of_module
 from specexp.ops import OPS, fast
@@ -30,7 +31,6 @@ from specexp.rules import Match
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
 from specexp.serving.engine_rows import EngineRows, bucket
-from specexp.serving.policies import InTurn
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.sources import Source, serve
@@ -497,7 +497,7 @@ def test_served_texts_are_the_texts(kind, ragged, device, reading):
     made = taped(engine(kind, "chain", "match", device=device, **asked))
     bank = EngineRows(made, count=6, slots=64, slack=5)
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
-    server = Server(bank, InTurn(3) if ragged else Turns(3, 0, 2), chunk=8)
+    server = Server(bank, AllHalfNone(3) if ragged else Turns(3, 0, 2), chunk=8)
     responses = serve(server, Source(requests, 5))
     texts = [a.tokens for a in sorted(responses, key=lambda a: a.request.stream)]
     plain = engine("null", "empty", **asked)

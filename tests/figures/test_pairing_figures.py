@@ -252,6 +252,8 @@ def test_kinds_of_text_are_ranked_only_where_intervals_are_apart():
     assert not apart.axes[0].patches
     few = figures.pairings.by_category(acceptances({"code": 0.6, "prose": 0.5}, 2))
     assert "too few prompts to tell them apart" in title(few)
+    turns = pd.concat([acceptances({"code": 0.6, "prose": 0.5}, 2).assign(turn=n) for n in (1, 2)])
+    assert "too few conversations to tell them" in title(figures.pairings.by_category(turns))
     assert len(few.axes[0].patches) == 2  # hatched
     assert title(figures.pairings.by_category(acceptances({"own": 0.6}, 40))).endswith(": 60%")
     assert [t.get_text() for t in few.axes[0].texts] == ["60%\nn = 2", "50%\nn = 2"]

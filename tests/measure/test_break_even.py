@@ -106,6 +106,8 @@ def test_profile_depth_is_cut_to_request_and_drafter(pairing, measured):
     assert break_even.profile(pairing, **SETTINGS | {"gammas": [0, 1]}).gammas == (0, 1)
     deep = break_even.profile(replace(pairing, deepest=1), **SETTINGS)
     assert (deep.gammas, deep.tokens) == ((0, 1), (1, 2))
+    too_deep = SETTINGS | {"gammas": [2]}
+    assert break_even.profile(replace(pairing, deepest=1), **too_deep).gammas == (0,)
     assert len(measured) == 1
     with pytest.raises(UserError, match="drafts nothing"):
         break_even.profile(pairing.with_(drafter="plain"))

@@ -47,6 +47,12 @@ def test_engine_output_is_exact(dtype, temperature, drafter):
         assert exact.tokens == 24 * 3
 
 
+def test_two_tokens_are_continued_and_checked_to_the_end_of_a_short_context():
+    target = of_module(tiny_llama(0, max_position_embeddings=32), "target")
+    exact = certify(Engine(target, NGram(), Fixed(Tree.chain(4))), [[1, 2]], 30)
+    assert (exact.bugs, exact.tokens) == (0, 30)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_certify_says_when_match_replaces_the_rule(temperature):
     line = str(certify(engine(temperature), PROMPTS, 4))

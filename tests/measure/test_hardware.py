@@ -165,7 +165,6 @@ def test_round_phases_match_planted_times(pairing, costly):
         "draft": 0, "verify": 6000, "accept": 2000, "commit": 0, "host": 0,
     }  # fmt: skip
     assert fast["round_ms"] == sum(ms.values()) == 15000
-    assert fast["draft_passes_ms"] == 6000
     assert fast["sum_over_round"].items() >= {"value": 1, "low": 1, "high": 1}.items()
     assert fast["overhead"]["value"] == pytest.approx(3 / 15)
     assert fast["phases"]["draft"]["share"]["value"] == pytest.approx(6 / 15)
@@ -261,7 +260,7 @@ def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
 
 def test_draft_phase_of_a_drafter_without_model(pairing):
     report = phases(pairing.with_(drafter="ngram"), [PROMPTS[0].text], 8, 1)
-    assert report["fast"]["draft_passes_ms"] == report["fast"]["phases"]["draft"]["ms"] > 0
+    assert report["fast"]["phases"]["draft"]["ms"] > 0
 
 
 def test_planted_drafter_does_not_pay_for_the_target(pairing, costly, tiny_folders):
@@ -274,5 +273,4 @@ def test_planted_drafter_does_not_pay_for_the_target(pairing, costly, tiny_folde
 def test_eagle_layer_has_no_pass_of_its_own():
     pairing = api.load(drafter="eagle", gamma=2)
     assert [lm.name for lm in roofline.causal(pairing)] == ["target-10m"]
-    fast = phases(pairing, [PROMPTS[0].text], 8, 1)["fast"]
-    assert 0 < fast["draft_passes_ms"] <= fast["phases"]["draft"]["ms"]
+    assert phases(pairing, [PROMPTS[0].text], 8, 1)["fast"]["phases"]["draft"]["ms"] > 0

@@ -10,6 +10,7 @@ import pytest
 from support.cost_tables import planted
 from support.questions import PROMPTS
 from support.served import ANSWERS, TICKS, answer, run_of, samples, tick
+from support.simulated_loads import depths, load
 from support.traces import write_csv
 
 from specexp import figures
@@ -331,6 +332,13 @@ def test_costs_are_measured_up_to_the_most_requests_at_once(monkeypatch, rows, s
     assert asked == [], "no policy reads them"
     loops.costs_for(None, ["plain", "goodput"], offered, rows)
     assert asked == [batches]
+
+
+def test_certified_rounds_draft_for_all_rows_half_and_none():
+    policy = loops.AllHalfNone(3)
+    chosen = [depths(policy.choose(load(5)), 5) for _ in range(4)]
+    assert chosen == [[3] * 5, [3, 3, 0, 0, 0], [0] * 5, [3] * 5]
+    assert depths(loops.AllHalfNone(3).choose(load(1)), 1) == [3]
 
 
 def test_certify_served_finds_a_spoiled_output(pairing, monkeypatch):

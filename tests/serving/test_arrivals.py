@@ -113,7 +113,7 @@ def test_bad_load_is_one_line(load):
 @settings(max_examples=30)
 @given(st.integers(1, 99), st.integers(1, 60), st.floats(0.01, 100), st.floats(0.3, 4))
 def test_load_names(streams, count, rate, cv):
-    assert parse(f"closed:{streams}", count) == Closed(streams, count)
+    assert parse(f"closed:{streams}", count) == Closed(streams)
     for load, same in {
         f"poisson:{rate}": bursty(rate, count, LENGTHS, 3),
         f"bursty:{rate},{cv}": bursty(rate, count, LENGTHS, 3, cv),

@@ -21,7 +21,7 @@ from specexp.errors import UserError
 from specexp.policy import Fixed, Load, Plan, Policy, Stream
 from specexp.serving import policies
 from specexp.serving.goodput import Goodput
-from specexp.serving.policies import Bandit, InTurn, Table
+from specexp.serving.policies import Bandit, Table
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
@@ -134,7 +134,7 @@ def test_bad_policy_name_is_one_line(name, said):
 
 
 def test_policy_objects_are_taken_as_they_are():
-    policy = InTurn(3)
+    policy = Table(((0, 3),))
     assert policies.of(policy) is policy
     with pytest.raises(UserError, match=r"^policy object has no choose\(load\): define it"):
         policies.of(object())
@@ -152,13 +152,6 @@ def test_absurd_draft_length_is_refused():
 def test_threshold_stops_above_its_border():
     found = [chosen(policies.of("threshold:3,8"), rows) for rows in (1, 7, 8, 9, 64)]
     assert found == [3, 3, 3, 0, 0]
-
-
-def test_in_turn_drafts_for_all_half_and_none():
-    policy = InTurn(3)
-    chosen = [depths(policy.choose(load(5)), 5) for _ in range(4)]
-    assert chosen == [[3] * 5, [3, 3, 0, 0, 0], [0] * 5, [3] * 5]
-    assert depths(InTurn(3).choose(load(1)), 1) == [3]
 
 
 def test_table_holds_from_entry_to_entry():

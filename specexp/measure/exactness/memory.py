@@ -31,11 +31,10 @@ def remembers(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: 
     tried, prompts = Engine.of(engine, **apart), prompts[-ROWS:]
     streams = list(islice(_unseen, 2 * len(prompts)))
     own, noise = streams[: len(prompts)], streams[len(prompts) :]
-    unseen = tried.plain().generate(prompts, min(max_new_tokens, PROMPT), own).tokens
-    new, *again = (
-        tried.generate(unseen, min(max_new_tokens, TOKENS), noise).trace.acceptance.length
-        for _ in range(3)
-    )
+    shown = min(max_new_tokens, PROMPT)
+    unseen = tried.plain().generate(prompts, shown, own).tokens
+    most = min(max_new_tokens, TOKENS, engine.target.context - shown)
+    new, *again = (tried.generate(unseen, most, noise).trace.acceptance.length for _ in range(3))
     if not max(again) > (1 + ALIKE) * new:
         return ""
     return f"{new:.2f} tokens per pass on new text, {max(again):.2f} on the same text again"

@@ -66,9 +66,8 @@ class Exactness:
         """Rows that differ from plain decoding, tokens that differ from the module alone or that a
         greedy rule should not have emitted, and kinds of draw that do not follow their
         distribution."""
-        differing = sum(d.kind == "bug" for d in self.divergences)
         drawn = sum(not check.passed for check in self.checks)
-        return differing + self.strays + self.unlikely + drawn
+        return len(self.divergences) - self.ties + self.strays + self.unlikely + drawn
 
     @property
     def detectable(self) -> float:
@@ -99,8 +98,8 @@ class Exactness:
         return metrics | ({"exact/remembers": 1.0} if self.remembers else {})
 
     def __str__(self) -> str:
-        differing = sum(d.kind == "bug" for d in self.divergences)
-        both = counted(self.ties, "near tie"), counted(differing, "bug")
+        others = len(self.divergences) - self.ties
+        both = counted(self.ties, "near tie"), counted(others, "bug")
         result = ", ".join(both) if self.divergences else "identical"
         how = f", Match in place of {self.replaced}," if self.replaced else ""
         compared = f"{counted(self.tokens, 'token')} in {counted(self.rows, 'row')}"

@@ -110,9 +110,8 @@ def phases(
     record = Acceptance.pooled(trace.acceptance for trace in traces["fast"])
     record.check()
     step, verify = (side["phases"]["verify"]["ms"] for side in sides.values())
-    draft = sides["fast"]["draft_passes_ms"]
-    predicted = theory.measured_speedup(record.conditional, draft, verify, step)
-    predicted *= record.tokens_per_pass / record.length
+    draft = sides["fast"]["phases"]["draft"]["ms"]
+    predicted = record.tokens_per_pass * step / (draft + verify)
     times = [_by_repeat([t.decode_s for t in side], repeats) for side in traces.values()]
     tokens = [_by_repeat([t.emitted for t in side], repeats) for side in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], same_work=True)
@@ -147,7 +146,6 @@ def _side(
                     "share": statistics.share(each[phase], total, same_work=True)._asdict()}
             for phase in PHASES
         },
-        "draft_passes_ms": 1e3 * float(each["draft"].mean()),
         "sum_over_round": statistics.ratio(total, round_s, same_work=True)._asdict(),
         "overhead": overhead._asdict(),
     }  # fmt: skip

@@ -9,7 +9,7 @@ import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -22,13 +22,14 @@ from specexp.measure.exactness import Exactness, check_rounds, compare
 from specexp.measure.prompts import Prompt
 from specexp.measure.under_load.offered import requests, slots_for, staggered
 from specexp.measure.under_load.served import totals
-from specexp.policy import PRICED, Policy
+from specexp.policy import PRICED, Load, Plan, Policy
 from specexp.serving import policies
 from specexp.serving.cost_table import Costs
 from specexp.serving.engine_rows import EngineRows
 from specexp.serving.requests import Request
 from specexp.serving.server import Server
 from specexp.serving.sources import Run, Source, serve
+from specexp.tree import Tree
 
 LEARNING = 2  # first turns that do not count: rounds are captured and policies learn
 PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affects all of them
@@ -211,7 +212,7 @@ def certify_served(pairing: Pairing, offered: Sequence[Request], concurrency: in
     on, so that drafters lag and catch up whatever a policy would choose here. Then look at rounds
     of the pairing's own rule (`exactness.check_rounds`)."""
     coupled = pairing if pairing.options["temperature"] == 0 else pairing.with_(rule="match")
-    turning = policies.InTurn(min(3, pairing.deepest))
+    turning = AllHalfNone(min(3, pairing.deepest))
     rows_of_server = rows_for(coupled, "in turn", concurrency, offered, turning.widest)
     server = Server(rows_of_server, turning, queue=len(offered))
     texts = [a.tokens for a in serve(server, Source(offered, concurrency))]
@@ -219,3 +220,21 @@ def certify_served(pairing: Pairing, offered: Sequence[Request], concurrency: in
     longest = max(r.new for r in offered)
     exact = compare(pairing.engine, prompts, texts, longest, streams)
     return check_rounds(exact, pairing.engine, prompts, longest)
+
+
+@dataclass
+class AllHalfNone(Policy):
+    """Drafts gamma tokens for all rows, for half of them and for none, in turn."""
+
+    gamma: int
+    rounds: int = field(default=0, init=False)
+
+    @property
+    def widest(self) -> int:
+        return Tree.chain(self.gamma).room
+
+    def choose(self, load: Load) -> Plan:
+        self.rounds += 1
+        drafting = (load.rows, load.rows // 2, 0)[(self.rounds - 1) % 3]
+        budget = (self.gamma,) * drafting + (0,) * (load.rows - drafting)
+        return Plan(Tree.chain(self.gamma), budget)

@@ -57,8 +57,7 @@ def rates(samples: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for load, at in samples.groupby("load"):
         base = at.loc[at["policy"] == "plain", ["tokens", "rows"]].sum()
-        draws = _against(at, "plain")
-        own = dict(zip(draws, statistics.simultaneous([*draws.values()]), strict=True))
+        own = statistics.simultaneous(_against(at, "plain"))
         for name, part in at.groupby("policy", sort=False):
             s, total = own.get(name, EVEN), part.drop(columns="policy").sum()
             rows.append(
@@ -87,7 +86,7 @@ def regrets(samples: pd.DataFrame) -> pd.DataFrame:
         speeds[load] = total["tokens"] / total["s"]
         for base in filter(is_fixed, total.index):
             draws |= {(load, base, name): each for name, each in _against(at, base).items()}
-    intervals = dict(zip(draws, statistics.simultaneous([*draws.values()]), strict=True))
+    intervals = statistics.simultaneous(draws)
     rows = []
     for load, speed in speeds.items():
         fixed = [*filter(is_fixed, speed.index)]
