@@ -237,7 +237,7 @@ def test_generate_under_a_rule_that_weighs_q_is_compared_with_plain_decoding(
     how = ("--temperature", "1", "--rule", rule, "--max-new-tokens", "8", "--prompt", "a b a b a")
     code, out, err = run("generate", *pair, *how)
     assert (code, err) == (0, "")
-    assert "x plain decoding" in out
+    assert re.search("(x|no clear difference from) plain decoding", out)
 
 
 def test_messages_show_their_kind_in_red_and_the_rest_as_it_is(monkeypatch, capsys):
