@@ -30,7 +30,7 @@ def recommend(
         "Write the first table's speedups by batch size as CSV, and a figure beside."
     ),
     grid: Path | None = opt.own(
-        "Write a grid file that measures, in larger batches, what pays in all batches so far."
+        "Write a grid file that measures, in larger batches, what pays in all of the first table."
     ),
     as_json: bool = opt.AS_JSON,
 ) -> None:

@@ -30,8 +30,8 @@ from specexp.tracking import mlflow_view, report, results
 from specexp.tracking.mlflow_view import SPEEDUP
 from specexp.zoo import naming
 
-SHARED = ("target", "prompts", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-          "sampling", "rule", "dtype")  # fmt: skip
+SHARED = ("target", "prompts", "categories", "chat", "max_new_tokens", "temperature", "top_k",
+          "top_p", "min_p", "sampling", "rule", "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
 READ = {"models": "its models", "data": "its prompts"}  # parts of a grid's identity, in words
 Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`
@@ -146,10 +146,11 @@ class Advice:
                 f"{self.called(first.drafter)}, drafting {first.drafts}: {first}; {more}."
             )
         text = f"Draft {first.drafts} with {self.called(plan.drafter)} {batch}: {first}. "
-        last = plan.steps[-1][0]
+        last, chosen = plan.steps[-1]
         if last == plan.largest:
-            text += f"Larger batches than {last} were not measured with it"
-            text += ": run 30_throughput_under_batch (its grid: specexp recommend --grid FILE). "
+            how = ": run 30_throughput_under_batch (its grid: specexp recommend --grid FILE)"
+            how *= isinstance(chosen.draft, int)  # it drafts no trees
+            text += f"Larger batches than {last} were not measured with it{how}. "
         else:
             text += f"Switch it off in batches above {last}. "
         there = [m for m in self.measured if m.batch == first.batch]
@@ -157,10 +158,15 @@ class Advice:
         close = {m.drafter for m in there if m.high >= first.low}
         if rivals := [self.called(drafter) for drafter in others if drafter in close]:
             more = " and more" * (len(rivals) > 4)
-            text += f"It is not certainly better than {', '.join(rivals[:4])}{more}."
+            text += f"It is not certainly better than {', '.join(rivals[:4])}{more}. "
         elif others:
             part = " measured there" * (len(others) < len(self.plans) - 1)
-            text += f"It is certainly better than the other drafters{part}."
+            text += f"It is certainly better than the other drafters{part}. "
+        if further := [p for p in self.plans if p.steps and p.steps[-1][0] > last]:
+            other = max(further, key=lambda p: p.steps[-1][0])
+            most, chosen = other.steps[-1]
+            text += f"In batches up to {most} {self.called(other.drafter)} pays: there "
+            text += f"{chosen}, drafting {chosen.drafts}. "
         return text.rstrip()
 
     def table(self) -> pd.DataFrame:
@@ -238,9 +244,17 @@ def moved(value: str, old: Path, new: Path) -> str:
 
 def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:
     return Situation(
-        tuple((name, params.get(name, PARAMETERS[name].default)) for name in SHARED),
+        tuple((name, _shared(params, name)) for name in SHARED),
         tuple((name, run.tags.get(name, "")) for name in MACHINE),
     )
+
+
+def _shared(params: Mapping[str, Any], name: str) -> Any:
+    """A parameter's value, or its default; of a list the items as text, in any order the same."""
+    value = params.get(name, PARAMETERS[name].default)
+    if isinstance(value, list):
+        return ", ".join(sorted(map(str, value))) or PARAMETERS[name].default
+    return value
 
 
 def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
@@ -307,20 +321,28 @@ def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
     """The speedups that a usable result logged with intervals: by batch size, or of one stream.
     params: as `params_of` gives them."""
     metrics, series = run.record["metrics"], run.record["series"]
-    tree, gamma = params.get("tree", "chain"), _gamma(run)
+    names = (f"speedup/at_batch{end}" for end in ("", "_low", "_high"))
+    curve, lows, highs = (series.get(name, {}) for name in names)
+    gamma = _gamma(run)
     at = {(gamma, 1): (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
-    ends = [series.get(f"speedup/at_batch_{end}", {}) for end in ("low", "high")]
-    if all(ends):
+    if curve:
         alone = at if "speedup/best_gamma" in metrics else {}  # else it is of the smallest batch
-        curve, gamma = series["speedup/at_batch"].items(), params.get("gamma", gamma)
-        at = alone | {(gamma, int(b)): (v, *(end.get(b, v) for end in ends)) for b, v in curve}
+        gamma = params.get("gamma", gamma)
+        at = alone | {(gamma, int(b)): (v, lows.get(b, v), highs.get(b, v))
+                      for b, v in curve.items()}  # fmt: skip
     drafter = _named(str(params["drafter"]), params["target"])
     return [
-        Measured(drafter, int(gamma) if tree == "chain" else str(tree), batch, value, low, high,
-                 run.prompts)
+        Measured(drafter, _draft(params, gamma), batch, value, low, high, run.prompts)
         for (gamma, batch), (value, low, high) in at.items()
         if 0 < low < high
-    ]  # fmt: skip
+    ]
+
+
+def _draft(params: Mapping[str, Any], gamma: Any) -> int | str:
+    """What a result drafted: a chain's length, or its tree with what else decides the shape."""
+    tree = str(params.get("tree", "chain"))
+    deep = f", {gamma} deep" * tree.startswith("grown")
+    return int(gamma) if tree == "chain" else f"{tree}{deep}"
 
 
 def _gamma(run: report.Run) -> Any:

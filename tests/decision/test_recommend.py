@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp import figures
 from specexp.commands import app
-from specexp.decision import engines
+from specexp.decision import engines, next_grid
 from specexp.decision.recommend import SHARED, Measured, Plan, advise
 from specexp.errors import UserError
 from specexp.grids import notebooks, points
 from specexp.measure.parameters import PARAMETERS
-from specexp.tracking import results
+from specexp.tracking import report, results
 from specexp.zoo import shelf
 
 MACHINE = {"device": "cpu", "processor": "AMD EPYC, 2 cores", "threads": "2"}
@@ -118,7 +118,7 @@ def test_what_was_not_measured_there_is_not_called_worse(store):
     log("suffix", 1.2)
     log("recycle", {4: 1.9})
     said = only(advise()).verdict()
-    assert said.endswith("It is certainly better than the other drafters measured there.")
+    assert "It is certainly better than the other drafters measured there." in said
 
 
 def test_intervals_are_widened_for_the_settings_that_compete_at_a_batch_size(store):
@@ -143,6 +143,17 @@ def test_a_drafter_measured_under_load_alone_is_recommended_for_that_load(store)
     said = only(advise()).verdict()
     assert said.startswith("Draft the tree 3x2 with suffix in a batch of 4: 1.50x")
     assert said.endswith("Switch it off in batches above 4.")
+
+
+def test_a_drafter_that_pays_in_larger_batches_than_the_best_is_named(store):
+    log("suffix", {1: 1.9, 4: 1.2, 8: 0.9})
+    log("ngram", {1: 1.5, 8: 1.2, 16: 0.8}, gamma=2)
+    log("recycle", {1: 1.4, 4: 1.2})
+    said = only(advise()).verdict()
+    assert "Switch it off in batches above 4. It is certainly better than the other dra" in said
+    assert said.endswith(
+        "In batches up to 8 ngram pays: there 1.20x [1.14, 1.26], drafting 2 tokens."
+    )
 
 
 def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
@@ -202,6 +213,44 @@ def test_results_of_another_output_length_are_not_compared(store):
         "prompts all", "prompts all, max_new_tokens 512"
     ]  # fmt: skip
     assert not any("certainly better" in advice.verdict() for advice in advise())
+
+
+def test_results_of_other_categories_of_prompts_are_not_compared(store):
+    log("ngram", 1.6)
+    log("suffix", 1.5, categories=[])
+    log("suffix", 1.2, categories=["code", "math"])
+    log("recycle", 1.1, categories=["math", "code"])
+    assert [str(advice.situation).partition(";")[0] for advice in advise()] == [
+        "prompts all", "prompts all, categories code, math"
+    ]  # fmt: skip
+
+
+def test_a_notebook_of_ones_own_may_list_what_others_have_one_of(store):
+    log("ngram", 1.6, temperature=[0.0, 1.0])
+    assert "temperature 0.0, 1.0" in str(only(advise()).situation)
+
+
+def test_a_curve_without_intervals_says_nothing_of_one_stream(store):
+    log("ngram", {8: 1.5})
+    (file,) = (folder / results.RESULT for folder in results.listed("results"))
+    record = json.loads(file.read_text())
+    record["series"] = {"speedup/at_batch": record["series"]["speedup/at_batch"]}
+    file.write_text(json.dumps(record))
+    assert not only(advise(runs=[report.Run(file.parent)])).measured
+
+
+def test_a_grown_tree_of_another_depth_is_another_setting(store):
+    log("eagle", 1.1, tree="grown:12", gamma=3)
+    log("eagle", 1.3, tree="grown:12", gamma=6, half=0.1)
+    log("eagle", 1.1, tree="3x2", gamma=3, half=0.05)
+    log("eagle", 1.2, tree="3x2", gamma=6, half=0.2)  # its depth is its own
+    advice = only(advise())
+    assert {m.draft for m in advice.measured} == {"grown:12, 3 deep", "grown:12, 6 deep", "3x2"}
+    said = advice.verdict()
+    assert said.startswith("Draft the tree grown:12, 6 deep with eagle for one stream: 1.30x")
+    assert "--grid" not in said
+    with pytest.raises(UserError, match="larger ones need no grid, and trees have none"):
+        next_grid.text(advice, store)
 
 
 def test_notebooks_and_demo_grids_measure_speedups_that_can_be_joined():
