@@ -36,9 +36,8 @@ def recommend(
 ) -> None:
     """Say which drafter to switch on, with which draft length, and up to which load.
 
-    Joins the results of all grids and notebooks that share target, prompts, output length, sampling
-    and machine.
-    It runs nothing, and says what was not measured.
+    Joins the results of all grids and notebooks that share target, prompts, output length,
+    sampling, machine and kernels. It runs nothing, and says what was not measured.
     """
     picture = opt.picture_beside(out) if out else None
     if grid:

@@ -1,22 +1,24 @@
 """Which drafter to switch on for a target, with which draft length, and up to which batch size.
 
 It reads committed results and measures nothing. Results are joined if they share the target, the
-prompts, the length of the output, the sampling and the machine, whatever notebook or grid made
-them; all names of one folder are one model. A grid's result is left out if a newer one of the same
-drafters read other contents under the names of its models or prompts. At each batch size all
-settings measured there compete: a drafter's draft length is chosen among those that are certainly
-faster than plain decoding, by intervals that hold for all competitors at once (Bonferroni). A batch
-size between two measured ones gets the choice of the larger, as gains shrink with the batch; beyond
-the largest batch measured, and from the first at which nothing is certain, drafting is off.
+prompts, the length of the output, the sampling, the machine and whether it had its kernels,
+whatever notebook or grid made them; all names of one folder are one model. A grid's result is left
+out if a newer one of the same drafters read other contents under the names of its models or
+prompts. At each batch size all settings measured there compete: a drafter's draft length is chosen
+among those that are certainly faster than plain decoding, by intervals that hold for all
+competitors at once (Bonferroni). A batch size between two measured ones gets the choice of the
+larger, as gains shrink with the batch; beyond the largest batch measured, and from the first at
+which nothing is certain, drafting is off.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import log
 from operator import attrgetter
 from pathlib import Path
@@ -34,14 +36,15 @@ SHARED = ("target", "prompts", "categories", "chat", "max_new_tokens", "temperat
           "top_p", "min_p", "sampling", "rule", "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
 READ = {"models": "its models", "data": "its prompts"}  # parts of a grid's identity, in words
+Machine: TypeAlias = tuple[tuple[str, str], ...]  # pairs of a name and its value
 Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`
 
 
 class Situation(NamedTuple):
-    """What results must share to be joined: pairs of a name and its value."""
+    """What results must share to be joined. params: pairs of a name and its value."""
 
     params: tuple[tuple[str, Any], ...]
-    machine: tuple[tuple[str, str], ...]
+    machine: Machine
 
     @property
     def target(self) -> str:
@@ -200,9 +203,12 @@ class Advice:
 def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[Advice]:
     """Advice for each situation in which this target, or any, was measured; the one with the most
     measurements first. target: a name, folder or hub id, or its last part. runs: by default the
-    newest result of each point in the store. Raises UserError if there are none."""
+    newest result of each point on each machine. Raises UserError if there are none."""
     if runs is None:
-        runs = report.newest(filter(results.intact, results.listed("results")))
+        by_machine = dict[Machine, list[Path]]()
+        for folder in filter(results.intact, results.listed("results")):
+            by_machine.setdefault(machine_of(report.Run(folder)), []).append(folder)
+        runs = chain.from_iterable(map(report.newest, by_machine.values()))
     known = [(run, params) for run in runs if (params := params_of(run)).get("target")]
     targets = {params["target"] for _, params in known}
     place = _place(target)
@@ -245,8 +251,16 @@ def moved(value: str, old: Path, new: Path) -> str:
 def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:
     return Situation(
         tuple((name, _shared(params, name)) for name in SHARED),
-        tuple((name, run.tags.get(name, "")) for name in MACHINE),
+        machine_of(run),
     )
+
+
+def machine_of(run: report.Run) -> Machine:
+    """What decides how long a result's work took; of its kernels only which were missing, as every
+    version has others."""
+    kernels = run.tags.get("kernels", "").split(", ")
+    missing = ", ".join(part for part in kernels if re.search(r"\b(no|not|off)\b", part))
+    return *((name, run.tags.get(name, "")) for name in MACHINE), ("kernels", missing)
 
 
 def _shared(params: Mapping[str, Any], name: str) -> Any:

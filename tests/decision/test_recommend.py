@@ -198,12 +198,26 @@ def test_only_results_of_one_situation_are_joined(store):
     assert [str(advice.situation) for advice in every] == [
         "prompts all; cpu, AMD EPYC, 2 cores, 2 threads",
         "prompts mine.jsonl, chat True, temperature 0.8; cpu, AMD EPYC, 2 cores, 2 threads",
-        "prompts all; NVIDIA H100, 1 thread",
         "prompts all, temperature 0.8, top_p 0.9; cpu, AMD EPYC, 2 cores, 2 threads",
+        "prompts all; NVIDIA H100, 1 thread",
     ]
     assert only(advise("model")).situation.target == "own/model"
     with pytest.raises(UserError, match=r"no results of target-10 in .*did you mean 'target-10m'"):
         advise("target-10")
+
+
+def test_a_result_of_another_machine_replaces_none(store):
+    for kernels in ("compiled by c++, AVX2, 12345678", "compiled by c++, AVX2, 9abcdef0"):
+        log("ngram", {1: 1.5}, tags=MACHINE | {"kernels": kernels})
+    log("suffix", 1.4, tags=MACHINE | {"kernels": kernels})
+    without = "no C++ compiler: torch's operations"
+    log("ngram", {1: 1.9}, tags=MACHINE | {"kernels": without})
+    log("ngram", {1: 1.8}, tags=MACHINE | {"processor": "Intel", "kernels": kernels})
+    assert [(str(each.situation), len(each.measured)) for each in advise()] == [
+        ("prompts all; cpu, AMD EPYC, 2 cores, 2 threads", 2),
+        (f"prompts all; cpu, AMD EPYC, 2 cores, 2 threads, {without}", 1),
+        ("prompts all; cpu, Intel, 2 threads", 1),
+    ]
 
 
 def test_results_of_another_output_length_are_not_compared(store):
