@@ -2,13 +2,13 @@
 
 It reads committed results and measures nothing. Results are joined if they share the target, the
 prompts, the length of the output, the sampling, the machine and whether it had its kernels,
-whatever notebook or grid made them; all names of one folder are one model. A grid's result is left
-out if a newer one of the same drafters read other contents under the names of its models or
-prompts. At each batch size all settings measured there compete: a drafter's draft length is chosen
-among those that are certainly faster than plain decoding, by intervals that hold for all
-competitors at once (Bonferroni). A batch size between two measured ones gets the choice of the
-larger, as gains shrink with the batch; beyond the largest batch measured, and from the first at
-which nothing is certain, drafting is off.
+whatever notebook or grid made them; all names of one folder are one model. A result is left out if
+a newer one read other contents under the names of its target, drafter or prompts. At each batch
+size all settings measured there compete: a drafter's draft length is chosen among those that are
+certainly faster than plain decoding, by intervals that hold for all competitors at once
+(Bonferroni). A batch size between two measured ones gets the choice of the larger, as gains shrink
+with the batch; beyond the largest batch measured, and from the first at which nothing is certain,
+drafting is off.
 """
 
 import os
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, groupby
 from math import log
 from operator import attrgetter
@@ -35,8 +35,10 @@ from specexp.zoo import naming
 SHARED = ("target", "prompts", "categories", "chat", "max_new_tokens", "temperature", "top_k",
           "top_p", "min_p", "sampling", "rule", "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
-READ = {"models": "its models", "data": "its prompts"}  # parts of a grid's identity, in words
+READ = {"target": "its target has", "drafter": "its drafter has", "prompts": "its prompts have",
+        "models": "its models have", "data": "its prompts have"}  # fmt: skip
 Machine: TypeAlias = tuple[tuple[str, str], ...]  # pairs of a name and its value
+Contents: TypeAlias = dict[tuple[str, str], str]  # digests, by a key of READ and what is called so
 Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`
 
 
@@ -211,8 +213,8 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
         runs = chain.from_iterable(map(report.newest, by_machine.values()))
     known = [(run, params) for run in runs if (params := params_of(run)).get("target")]
     targets = {params["target"] for _, params in known}
-    place = _place(target)
-    chosen = {t for t in targets if not target or _place(t) == place} or {
+    place_of = cache(_place)
+    chosen = {t for t in targets if not target or place_of(t) == place_of(target)} or {
         t for t in targets if last_parts(t, 1) == target
     }
     if targets and not chosen:
@@ -220,12 +222,19 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
         raise UserError(
             f"no results of {target} in {results.root()}{meant(target, targets, there)}"
         )
-    names, grouped = _shortest(chosen, _place), dict[Situation, list[Known]]()
-    for run, params in known:
+    names, grouped = _shortest(chosen, place_of), dict[Situation, list[Known]]()
+    read, newest = dict[report.Run, Contents](), Contents()
+    for run, params in sorted(known, key=lambda each: each[0].ended):
         if params["target"] in chosen:
             params["target"] = names[params["target"]]
             grouped.setdefault(situation_of(run, params), []).append((run, params))
-    every = [_advise(situation, part) for situation, part in grouped.items()]
+            read[run] = _read(run, params, place_of)
+            newest |= read[run]
+    changed = {
+        run: next((READ[key[0]] for key, digest in own.items() if newest[key] != digest), "")
+        for run, own in read.items()
+    }
+    every = [_advise(situation, part, changed) for situation, part in grouped.items()]
     every = [advice for advice in every if advice.measured or advice.left_out]
     return sorted(every, key=lambda advice: -len(advice.measured))
 
@@ -271,18 +280,16 @@ def _shared(params: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
+def _advise(
+    situation: Situation, known: Sequence[Known], changed: Mapping[report.Run, str]
+) -> Advice:
+    """changed: what a newer result than each shows to have other contents now; else ""."""
     usable: list[Measured] = []
     left_out: list[tuple[str, str]] = []
-    newest: dict[tuple[str, str], str] = {}
-    digests = {run: _read(run, params) for run, params in known}
-    for run in sorted(digests, key=attrgetter("ended")):
-        newest |= digests[run]
     for run, params in known:
         if SPEEDUP.metric not in run.metrics:
             continue
-        old = [READ[what[0]] for what, digest in digests[run].items() if newest[what] != digest]
-        why = f"{old[0]} have changed since" if old else _unusable(run)
+        why = f"{changed[run]} changed since" if changed[run] else _unusable(run)
         measured = [] if why else measured_in(run, params)
         usable += measured
         if not measured:
@@ -302,17 +309,22 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     return Advice(situation, tuple(plans), tuple(competing), tuple(left_out), remedy)
 
 
-def _read(run: report.Run, params: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Digests of the models and of the data that a grid's result read, by the part of its identity
-    and the names of what was read, but for target and prompts, which a situation shares."""
+def _read(run: report.Run, params: Mapping[str, Any], place_of: Callable[..., str]) -> Contents:
+    """Digests of what a result read, by what it was and what is called so: what it logged and, of
+    a grid's, the parts of its identity, in which its models are one."""
     identity = results.read(run.folder / results.POINT).get("identity", {})
     own = sorted((name, value) for name, value in params.items() if name not in PARAMETERS)
-    names = {"models": ("drafter", "rivals"), "data": ("arrivals",)}
-    return {
+    names = {"models": ("target", "drafter", "rivals"), "data": ("prompts", "arrivals")}
+    parts = {
         (part, repr([*map(params.get, names[part]), own])): identity[part]
-        for part in READ
+        for part in names
         if part in identity
     }
+    target, drafter, prompts = (str(params.get(n)) for n in ("target", "drafter", "prompts"))
+    places = {"target": place_of(target), "drafter": place_of(drafter, target)}
+    places["prompts"] = prompts
+    logged = run.record.get("contents", {})
+    return {(name, places[name]): digest for name, digest in logged.items()} | parts
 
 
 def _unusable(run: report.Run) -> str:

@@ -105,11 +105,16 @@ def log(
     record = {
         "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
         "params": dict(params),
+        "contents": provenance.contents(params),
         **_numbers_of(metrics, series or {}),
         "tags": {**provenance.tags(str(params.get("device", "auto"))), **(tags or {})},
     }
     if rivals:
-        record["rivals"] = {drafter: _numbers_of(*rival) for drafter, rival in rivals.items()}
+        record["rivals"] = {
+            drafter: _numbers_of(*rival)
+            | {"contents": provenance.contents({**params, "drafter": drafter})}
+            for drafter, rival in rivals.items()
+        }
     tables, figures = tables or {}, figures or {}
     problems = [
         *mlflow_view.problems_of(record),

@@ -28,10 +28,12 @@ MACHINE = {"device": "cpu", "processor": "AMD EPYC, 2 cores", "threads": "2"}
 
 
 def log(
-    drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, best=None, identity=None, **params
-):
+    drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, best=None, identity=None,
+    contents=None, **params,
+):  # fmt: skip
     """A committed result: `at` is the speedup of one stream, or one for each batch size. best: the
-    draft length of the former, if several were tried. identity: that of a grid's point."""
+    draft length of the former, if several were tried. identity: that of a grid's point. contents:
+    as `provenance.contents` gives them."""
     curve = at if isinstance(at, dict) else {1: at}
     first = curve[min(curve)]
     record = {
@@ -47,6 +49,7 @@ def log(
             for end, more in (("", 0), ("_low", -half), ("_high", half))
         } if curve is at else {},
         "tags": tags,
+        "contents": contents or {},
     }  # fmt: skip
     name = f"{re.sub('[:/]', '', drafter)}{gamma}{len(results.listed('results'))}"
     attempt = results.new_attempt(name)
@@ -198,8 +201,8 @@ def test_only_results_of_one_situation_are_joined(store):
     assert [str(advice.situation) for advice in every] == [
         "prompts all; cpu, AMD EPYC, 2 cores, 2 threads",
         "prompts mine.jsonl, chat True, temperature 0.8; cpu, AMD EPYC, 2 cores, 2 threads",
-        "prompts all, temperature 0.8, top_p 0.9; cpu, AMD EPYC, 2 cores, 2 threads",
         "prompts all; NVIDIA H100, 1 thread",
+        "prompts all, temperature 0.8, top_p 0.9; cpu, AMD EPYC, 2 cores, 2 threads",
     ]
     assert only(advise("model")).situation.target == "own/model"
     with pytest.raises(UserError, match=r"no results of target-10 in .*did you mean 'target-10m'"):
@@ -406,6 +409,26 @@ def test_what_was_measured_before_a_change_of_contents_does_not_count(store, par
     assert {m.drafter for m in advice.measured} == {"ngram", "recycle"} | stay
     assert {m.draft for m in advice.measured if m.drafter == "ngram"} == {4}
     assert ("mine: ngram", f"its {what} have changed since") in advice.left_out
+
+
+@pytest.mark.parametrize(
+    ("changed", "stay"),
+    [("target", set()), ("drafter", {"suffix", "recycle"}), ("prompts", set())],
+)
+def test_one_result_by_hand_shows_which_others_are_of_older_contents(store, changed, stay):
+    """Drafters that were not measured since included, and those of another situation."""
+    lookups = {"target": "a", "prompts": "b"}
+    heads = lookups | {"drafter": "c"}
+    log("suffix", 1.4, contents=lookups)
+    log("recycle", 1.3, contents=lookups)
+    log("eagle", 1.2, contents=heads)
+    log("eagle", 1.9, temperature=0.8, contents=heads | {changed: "d"})
+    first, second = advise()
+    before, after = sorted((first, second), key=lambda each: "temperature" in str(each))
+    assert {m.drafter for m in before.measured} == stay
+    assert [m.drafter for m in after.measured] == ["eagle"]
+    reason = f"its {changed} {'have' if changed == 'prompts' else 'has'} changed since"
+    assert ("mine: eagle", reason) in before.left_out
 
 
 def plan(drafter, schedule=((1, 4), (4, 2))):
