@@ -477,7 +477,7 @@ def test_a_lookup_in_sglang_is_a_chain_out_of_its_own_tree(name, order):
 
 def test_a_draft_model_and_heads_are_named_by_their_folder():
     draft = str(shelf.find("sibling-3m"))
-    for name in ("sibling-3m", "model"):
+    for name in ("sibling-3m", "model", "sibling-3m+int8"):
         written = engines.options(plan(name), "target-10m")
         assert json.loads(shlex.split(written["vLLM"])[1])["model"] == draft
         words = shlex.split(written["SGLang"], comments=True)
