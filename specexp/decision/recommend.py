@@ -118,8 +118,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Advice:
-    """plans: the best first, of all drafters measured in a situation. left_out: the results that
-    were not used, and why. remedy: how to measure those of doubtful timings again."""
+    """plans: the best first, of all drafters measured in a situation. measured: the smallest
+    batches first. left_out: the results that were not used, and why. remedy: how to measure those
+    of doubtful timings again."""
 
     situation: Situation
     plans: tuple[Plan, ...]
@@ -157,7 +158,9 @@ class Advice:
             how *= isinstance(chosen.draft, int)  # it drafts no trees
             text += f"Larger batches than {last} were not measured with it{how}. "
         else:
-            text += f"Switch it off in batches above {last}. "
+            larger = [m for m in self.measured if m.drafter == plan.drafter and m.batch > last]
+            stop = _choice([m for m in larger if m.batch == larger[0].batch])
+            text += f"Switch it off in batches above {last} ({stop} in one of {stop.batch}). "
         there = [m for m in self.measured if m.batch == first.batch]
         others = [p.drafter for p in self.plans[1:] if p.drafter in {m.drafter for m in there}]
         close = {m.drafter for m in there if m.high >= first.low}
@@ -366,7 +369,7 @@ def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
 
 def _draft(params: Mapping[str, Any], gamma: Any) -> int | str:
     """What a result drafted: a chain's length, or its tree with what else decides the shape."""
-    tree = str(params.get("tree", "chain"))
+    tree = str(params.get("tree") or "chain")
     deep = f", {gamma} deep" * tree.startswith("grown")
     return int(gamma) if tree == "chain" else f"{tree}{deep}"
 
