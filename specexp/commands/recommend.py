@@ -30,15 +30,14 @@ def recommend(
         "Write the first table's speedups by batch size as CSV, and a figure beside."
     ),
     grid: Path | None = opt.own(
-        "Write a grid file that measures, in larger batches, what pays in all batches so far."
+        "Write a grid file that measures, in larger batches, what pays in all of the first table."
     ),
     as_json: bool = opt.AS_JSON,
 ) -> None:
     """Say which drafter to switch on, with which draft length, and up to which load.
 
-    Joins the results of all grids and notebooks that share target, prompts, output length, sampling
-    and machine.
-    It runs nothing, and says what was not measured.
+    Joins the results of all grids and notebooks that share target, prompts, output length,
+    sampling, machine and kernels. It runs nothing, and says what was not measured.
     """
     picture = opt.picture_beside(out) if out else None
     if grid:

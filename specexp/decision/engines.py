@@ -58,6 +58,8 @@ def _method(drafter: str, target: str) -> tuple[str, str]:
         return "", ""
     method, argument = fitting.behind(named, argument)
     source = naming.source_of(drafter, target)
+    if source:
+        source, _ = fitting.split(source)  # engines quantise a folder's weights themselves
     if method in ("eagle", "dflash") and source:
         from specexp.models.heads import layouts
 

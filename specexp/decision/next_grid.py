@@ -29,7 +29,7 @@ def text(advice: Advice, folder: Path) -> str:
     if not drafts:
         raise UserError(
             f"no chain of draft tokens pays for {advice.situation.target} in the largest batch in "
-            "which it was measured: larger ones need no grid"
+            "which it was measured: larger ones need no grid, and trees have none"
         )
     here = Path.cwd()
     own = {

@@ -1,22 +1,24 @@
 """Which drafter to switch on for a target, with which draft length, and up to which batch size.
 
 It reads committed results and measures nothing. Results are joined if they share the target, the
-prompts, the length of the output, the sampling and the machine, whatever notebook or grid made
-them; all names of one folder are one model. A grid's result is left out if a newer one of the same
-drafters read other contents under the names of its models or prompts. At each batch size all
-settings measured there compete: a drafter's draft length is chosen among those that are certainly
-faster than plain decoding, by intervals that hold for all competitors at once (Bonferroni). A batch
-size between two measured ones gets the choice of the larger, as gains shrink with the batch; beyond
-the largest batch measured, and from the first at which nothing is certain, drafting is off.
+prompts, the length of the output, the sampling, the machine and whether it had its kernels,
+whatever notebook or grid made them; all names of one folder are one model. A result is left out if
+a newer one read other contents under the names of its target, drafter or prompts. At each batch
+size all settings measured there compete: a drafter's draft length is chosen among those that are
+certainly faster than plain decoding, by intervals that hold for all competitors at once
+(Bonferroni). A batch size between two measured ones gets the choice of the larger, as gains shrink
+with the batch; beyond the largest batch measured, and from the first at which nothing is certain,
+drafting is off.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from itertools import groupby
+from functools import cache, partial
+from itertools import chain, groupby
 from math import log
 from operator import attrgetter
 from pathlib import Path
@@ -30,18 +32,21 @@ from specexp.tracking import mlflow_view, report, results
 from specexp.tracking.mlflow_view import SPEEDUP
 from specexp.zoo import naming
 
-SHARED = ("target", "prompts", "chat", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-          "sampling", "rule", "dtype")  # fmt: skip
+SHARED = ("target", "prompts", "categories", "chat", "max_new_tokens", "temperature", "top_k",
+          "top_p", "min_p", "sampling", "rule", "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
-READ = {"models": "its models", "data": "its prompts"}  # parts of a grid's identity, in words
+READ = {"target": "its target has", "drafter": "its drafter has", "prompts": "its prompts have",
+        "models": "its models have", "data": "its prompts have"}  # fmt: skip
+Machine: TypeAlias = tuple[tuple[str, str], ...]  # pairs of a name and its value
+Contents: TypeAlias = dict[tuple[str, str], str]  # digests, by a key of READ and what is called so
 Known: TypeAlias = tuple[report.Run, dict[str, Any]]  # a result and its `params_of`
 
 
 class Situation(NamedTuple):
-    """What results must share to be joined: pairs of a name and its value."""
+    """What results must share to be joined. params: pairs of a name and its value."""
 
     params: tuple[tuple[str, Any], ...]
-    machine: tuple[tuple[str, str], ...]
+    machine: Machine
 
     @property
     def target(self) -> str:
@@ -113,8 +118,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Advice:
-    """plans: the best first, of all drafters measured in a situation. left_out: the results that
-    were not used, and why. remedy: how to measure those of doubtful timings again."""
+    """plans: the best first, of all drafters measured in a situation. measured: the smallest
+    batches first. left_out: the results that were not used, and why. remedy: how to measure those
+    of doubtful timings again."""
 
     situation: Situation
     plans: tuple[Plan, ...]
@@ -146,21 +152,29 @@ class Advice:
                 f"{self.called(first.drafter)}, drafting {first.drafts}: {first}; {more}."
             )
         text = f"Draft {first.drafts} with {self.called(plan.drafter)} {batch}: {first}. "
-        last = plan.steps[-1][0]
+        last, chosen = plan.steps[-1]
         if last == plan.largest:
-            text += f"Larger batches than {last} were not measured with it"
-            text += ": run 30_throughput_under_batch (its grid: specexp recommend --grid FILE). "
+            how = ": run 30_throughput_under_batch (its grid: specexp recommend --grid FILE)"
+            how *= isinstance(chosen.draft, int)  # it drafts no trees
+            text += f"Larger batches than {last} were not measured with it{how}. "
         else:
-            text += f"Switch it off in batches above {last}. "
+            larger = [m for m in self.measured if m.drafter == plan.drafter and m.batch > last]
+            stop = _choice([m for m in larger if m.batch == larger[0].batch])
+            text += f"Switch it off in batches above {last} ({stop} in one of {stop.batch}). "
         there = [m for m in self.measured if m.batch == first.batch]
         others = [p.drafter for p in self.plans[1:] if p.drafter in {m.drafter for m in there}]
         close = {m.drafter for m in there if m.high >= first.low}
         if rivals := [self.called(drafter) for drafter in others if drafter in close]:
             more = " and more" * (len(rivals) > 4)
-            text += f"It is not certainly better than {', '.join(rivals[:4])}{more}."
+            text += f"It is not certainly better than {', '.join(rivals[:4])}{more}. "
         elif others:
             part = " measured there" * (len(others) < len(self.plans) - 1)
-            text += f"It is certainly better than the other drafters{part}."
+            text += f"It is certainly better than the other drafters{part}. "
+        if further := [p for p in self.plans if p.steps and p.steps[-1][0] > last]:
+            other = max(further, key=lambda p: p.steps[-1][0])
+            most, chosen = other.steps[-1]
+            text += f"In batches up to {most} {self.called(other.drafter)} pays: there "
+            text += f"{chosen}, drafting {chosen.drafts}. "
         return text.rstrip()
 
     def table(self) -> pd.DataFrame:
@@ -194,13 +208,16 @@ class Advice:
 def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[Advice]:
     """Advice for each situation in which this target, or any, was measured; the one with the most
     measurements first. target: a name, folder or hub id, or its last part. runs: by default the
-    newest result of each point in the store. Raises UserError if there are none."""
+    newest result of each point on each machine. Raises UserError if there are none."""
     if runs is None:
-        runs = report.newest(filter(results.intact, results.listed("results")))
+        by_machine = dict[Machine, list[Path]]()
+        for folder in filter(results.intact, results.listed("results")):
+            by_machine.setdefault(machine_of(report.Run(folder)), []).append(folder)
+        runs = chain.from_iterable(map(report.newest, by_machine.values()))
     known = [(run, params) for run in runs if (params := params_of(run)).get("target")]
     targets = {params["target"] for _, params in known}
-    place = _place(target)
-    chosen = {t for t in targets if not target or _place(t) == place} or {
+    place_of = cache(_place)
+    chosen = {t for t in targets if not target or place_of(t) == place_of(target)} or {
         t for t in targets if last_parts(t, 1) == target
     }
     if targets and not chosen:
@@ -208,12 +225,19 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
         raise UserError(
             f"no results of {target} in {results.root()}{meant(target, targets, there)}"
         )
-    names, grouped = _shortest(chosen, _place), dict[Situation, list[Known]]()
-    for run, params in known:
+    names, grouped = _shortest(chosen, place_of), dict[Situation, list[Known]]()
+    read, newest = dict[report.Run, Contents](), Contents()
+    for run, params in sorted(known, key=lambda each: each[0].ended):
         if params["target"] in chosen:
             params["target"] = names[params["target"]]
             grouped.setdefault(situation_of(run, params), []).append((run, params))
-    every = [_advise(situation, part) for situation, part in grouped.items()]
+            read[run] = _read(run, params, place_of)
+            newest |= read[run]
+    changed = {
+        run: next((READ[key[0]] for key, digest in own.items() if newest[key] != digest), "")
+        for run, own in read.items()
+    }
+    every = [_advise(situation, part, changed) for situation, part in grouped.items()]
     every = [advice for advice in every if advice.measured or advice.left_out]
     return sorted(every, key=lambda advice: -len(advice.measured))
 
@@ -238,23 +262,37 @@ def moved(value: str, old: Path, new: Path) -> str:
 
 def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:
     return Situation(
-        tuple((name, params.get(name, PARAMETERS[name].default)) for name in SHARED),
-        tuple((name, run.tags.get(name, "")) for name in MACHINE),
+        tuple((name, _shared(params, name)) for name in SHARED),
+        machine_of(run),
     )
 
 
-def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
+def machine_of(run: report.Run) -> Machine:
+    """What decides how long a result's work took; of its kernels only which were missing, as every
+    version has others."""
+    kernels = run.tags.get("kernels", "").split(", ")
+    missing = ", ".join(part for part in kernels if re.search(r"\b(no|not|off)\b", part))
+    return *((name, run.tags.get(name, "")) for name in MACHINE), ("kernels", missing)
+
+
+def _shared(params: Mapping[str, Any], name: str) -> Any:
+    """A parameter's value, or its default; of a list the items as text, in any order the same."""
+    value = params.get(name, PARAMETERS[name].default)
+    if isinstance(value, list):
+        return ", ".join(sorted(map(str, value))) or PARAMETERS[name].default
+    return value
+
+
+def _advise(
+    situation: Situation, known: Sequence[Known], changed: Mapping[report.Run, str]
+) -> Advice:
+    """changed: what a newer result than each shows to have other contents now; else ""."""
     usable: list[Measured] = []
     left_out: list[tuple[str, str]] = []
-    newest: dict[tuple[str, str], str] = {}
-    digests = {run: _read(run, params) for run, params in known}
-    for run in sorted(digests, key=attrgetter("ended")):
-        newest |= digests[run]
     for run, params in known:
         if SPEEDUP.metric not in run.metrics:
             continue
-        old = [READ[what[0]] for what, digest in digests[run].items() if newest[what] != digest]
-        why = f"{old[0]} have changed since" if old else _unusable(run)
+        why = f"{changed[run]} changed since" if changed[run] else _unusable(run)
         measured = [] if why else measured_in(run, params)
         usable += measured
         if not measured:
@@ -274,17 +312,22 @@ def _advise(situation: Situation, known: Sequence[Known]) -> Advice:
     return Advice(situation, tuple(plans), tuple(competing), tuple(left_out), remedy)
 
 
-def _read(run: report.Run, params: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Digests of the models and of the data that a grid's result read, by the part of its identity
-    and the names of what was read, but for target and prompts, which a situation shares."""
+def _read(run: report.Run, params: Mapping[str, Any], place_of: Callable[..., str]) -> Contents:
+    """Digests of what a result read, by what it was and what is called so: what it logged and, of
+    a grid's, the parts of its identity, in which its models are one."""
     identity = results.read(run.folder / results.POINT).get("identity", {})
     own = sorted((name, value) for name, value in params.items() if name not in PARAMETERS)
-    names = {"models": ("drafter", "rivals"), "data": ("arrivals",)}
-    return {
+    names = {"models": ("target", "drafter", "rivals"), "data": ("prompts", "arrivals")}
+    parts = {
         (part, repr([*map(params.get, names[part]), own])): identity[part]
-        for part in READ
+        for part in names
         if part in identity
     }
+    target, drafter, prompts = (str(params.get(n)) for n in ("target", "drafter", "prompts"))
+    places = {"target": place_of(target), "drafter": place_of(drafter, target)}
+    places["prompts"] = prompts
+    logged = run.record.get("contents", {})
+    return {(name, places[name]): digest for name, digest in logged.items()} | parts
 
 
 def _unusable(run: report.Run) -> str:
@@ -307,20 +350,28 @@ def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
     """The speedups that a usable result logged with intervals: by batch size, or of one stream.
     params: as `params_of` gives them."""
     metrics, series = run.record["metrics"], run.record["series"]
-    tree, gamma = params.get("tree", "chain"), _gamma(run)
+    names = (f"speedup/at_batch{end}" for end in ("", "_low", "_high"))
+    curve, lows, highs = (series.get(name, {}) for name in names)
+    gamma = _gamma(run)
     at = {(gamma, 1): (metrics[SPEEDUP.metric], *SPEEDUP.interval(metrics))}
-    ends = [series.get(f"speedup/at_batch_{end}", {}) for end in ("low", "high")]
-    if all(ends):
+    if curve:
         alone = at if "speedup/best_gamma" in metrics else {}  # else it is of the smallest batch
-        curve, gamma = series["speedup/at_batch"].items(), params.get("gamma", gamma)
-        at = alone | {(gamma, int(b)): (v, *(end.get(b, v) for end in ends)) for b, v in curve}
+        gamma = params.get("gamma", gamma)
+        at = alone | {(gamma, int(b)): (v, lows.get(b, v), highs.get(b, v))
+                      for b, v in curve.items()}  # fmt: skip
     drafter = _named(str(params["drafter"]), params["target"])
     return [
-        Measured(drafter, int(gamma) if tree == "chain" else str(tree), batch, value, low, high,
-                 run.prompts)
+        Measured(drafter, _draft(params, gamma), batch, value, low, high, run.prompts)
         for (gamma, batch), (value, low, high) in at.items()
         if 0 < low < high
-    ]  # fmt: skip
+    ]
+
+
+def _draft(params: Mapping[str, Any], gamma: Any) -> int | str:
+    """What a result drafted: a chain's length, or its tree with what else decides the shape."""
+    tree = str(params.get("tree") or "chain")
+    deep = f", {gamma} deep" * tree.startswith("grown")
+    return int(gamma) if tree == "chain" else f"{tree}{deep}"
 
 
 def _gamma(run: report.Run) -> Any:

@@ -9,8 +9,6 @@ whole, once, and again when they change (`zoo.known.digest_of`).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,13 +17,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specexp import fitting
 from specexp.errors import UserError, first_line
 from specexp.grids import imports, notebooks
 from specexp.measure import feasible, prompts
 from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import provenance
-from specexp.zoo.known import Answer, Known, digest_of, with_contents
+from specexp.zoo.known import Answer, Known, digest, digest_of, facts_of_model
 
 if TYPE_CHECKING:
     from specexp.grids.points import Point
@@ -36,16 +33,6 @@ MOST = 3  # of those that are named
 UNCOMPILED = "not compiled yet"  # kernels of a plan that does not wait for a compiler
 UNSURE = "done, if its kernels, not compiled here yet, come out as they were: `grid run` sees"
 _DATA = re.compile(r"(?!.*\.(py|ipynb|so|pyd)\b).*\..*")  # among parts, a file that is no code
-_FILES = (
-    "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.codes", "*.vocab", "*.bpe",
-    "*.tokenizer", "tokenizer*", "vocab*", "merges*",
-    "*.safetensors", "*.pt", "*.bin", "additional_chat_templates/*.jinja",
-)  # fmt: skip
-
-
-def digest(value: Any) -> str:
-    """16 hexadecimal digits of a value's canonical JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +99,6 @@ def facts_of_machine(device: str, timed: bool, engine: bool) -> Answer:
     missing = provenance.uncompiled(device) if engine else []
     kernels = UNCOMPILED if missing else provenance.kernels(device) if engine else ""
     return parts | ({"kernels": kernels} if engine else {}), missing
-
-
-def facts_of_model(source: str) -> Answer:
-    """The name of a model and a digest. Of a folder: of its configuration, tokenizer and weights.
-    Of a hub id: the revision in the local cache, or the id itself if it is not cached. The digest
-    is the same with `+int8`."""
-    bare, how = fitting.split(source)
-    folder = Path(bare)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(bare, "config.json")
-        return [source, Path(cached).parent.name if isinstance(cached, str) else bare], None
-    files = {f for pattern in _FILES for f in folder.glob(pattern) if f.is_file()}
-    contents = {str(f.relative_to(folder)): digest_of(f) for f in files}
-    return [folder.name + how, digest(contents)], with_contents(folder)
 
 
 def _parts(

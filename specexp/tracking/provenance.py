@@ -1,4 +1,4 @@
-"""What a run was made with: versions, commit, device, threads, kernels, settings and load.
+"""What a run was made with: versions, commit, device, threads, kernels, settings, load and models.
 
 A result's key (`grids/identity.py`) and a run's tags take the same facts from here. This file knows
 nothing of grids, commands or engines.
@@ -11,11 +11,14 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from specexp.zoo import shelf
+from specexp.errors import UserError
+from specexp.zoo import known, naming, shelf
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCE = (".py", ".cpp", ".h", ".cu")
@@ -95,6 +98,22 @@ def _counts(variable: str, timed: bool) -> bool:
     if variable in PACE:
         return timed
     return variable.startswith(LIBRARIES) or variable in ROUNDING
+
+
+def contents(params: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of what the names of a target, a drafter and prompts of one's own stand for, by these
+    parameters; without what is not there, or has no files."""
+    target, drafter, prompts = (str(params.get(n, "")) for n in ("target", "drafter", "prompts"))
+    found, path = dict[str, str](), Path(prompts)
+    with suppress(UserError, OSError):
+        found["target"] = known.facts_of_model(naming.locate(target))[0][1]
+        if drafter and (source := naming.source_of(drafter, target)):
+            found["drafter"] = known.facts_of_model(source)[0][1]
+    with suppress(OSError):
+        texts = [path] if path.is_file() else sorted(path.glob("*.txt")) if path.is_dir() else []
+        if prompts and texts:
+            found["prompts"] = known.digest([known.digest_of(text) for text in texts])
+    return found
 
 
 def kernels(device: str) -> str:

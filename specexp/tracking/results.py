@@ -361,6 +361,13 @@ def _in_place(result: Path) -> bool:
     return bool(load(result / TAGS)["run_key"] in (result.name, key_of(result)))
 
 
+def plain(value: Any) -> Any:
+    """A parameter that JSON does not know: numbers and arrays of NumPy and torch as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise UserError(f"the parameter {value!r:.60} is no number, no text and no list of them")
+
+
 def load(path: Path) -> dict[str, Any]:
     """Read a JSON file of the store. Raises OSError, and ValueError or TypeError if it is torn."""
     return dict(json.loads(path.read_text()))

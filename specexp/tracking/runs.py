@@ -106,12 +106,12 @@ def log(
     """
     record = {
         "experiment": os.environ.get("SPECEXP_EXPERIMENT", experiment),
-        "params": json.loads(json.dumps(dict(params), default=_plain)),
-        **_numbers_of(metrics, series or {}),
+        "params": json.loads(json.dumps(dict(params), default=results.plain)),
+        **_logged(params, metrics, series or {}),
         "tags": {**provenance.tags(str(params.get("device", "auto"))), **(tags or {})},
     }
     if rivals:
-        record["rivals"] = {drafter: _numbers_of(*rival) for drafter, rival in rivals.items()}
+        record["rivals"] = {d: _logged({**params, "drafter": d}, *r) for d, r in rivals.items()}
     tables, figures = tables or {}, figures or {}
     problems = [
         *mlflow_view.problems_of(record),
@@ -156,20 +156,16 @@ def log(
     print(harmless(f"logged to {where()}; compare with: specexp ui"))
 
 
-def _numbers_of(metrics: Mapping[str, float], series: Series) -> dict[str, Any]:
-    """Metrics and series as a record holds them."""
+def _logged(
+    params: Mapping[str, Any], metrics: Mapping[str, float], series: Series
+) -> dict[str, Any]:
+    """Metrics and series of a run as a record holds them, and the contents of what it read."""
     curves = {n: c if isinstance(c, Mapping) else dict(enumerate(c, 1)) for n, c in series.items()}
     return {
+        "contents": provenance.contents(params),
         "metrics": {name: _number(name, value) for name, value in metrics.items()},
         "series": {n: {_step(k): _number(n, v) for k, v in c.items()} for n, c in curves.items()},
     }
-
-
-def _plain(value: Any) -> Any:
-    """A parameter that JSON does not know: numbers and arrays of NumPy and torch as Python's."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise UserError(f"the parameter {value!r:.60} is no number, no text and no list of them")
 
 
 def _number(name: str, value: Any) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
+from specexp import fitting
 from specexp.errors import UserError
 from specexp.tracking.provenance import PACKAGE, SOURCE
 from specexp.zoo import files, shelf
@@ -27,6 +28,11 @@ from specexp.zoo import files, shelf
 SHELL = ("_", "SHLVL", "OLDPWD", "COLUMNS", "LINES")  # variables that decide nothing
 TICK = 20_000_000  # ns that a file's time of change may be behind the clock
 LARGE = 100_000_000  # bytes from which on the digest of a file is kept
+MODEL = (  # the files of a model's folder that decide what it computes
+    "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.codes", "*.vocab", "*.bpe",
+    "*.tokenizer", "tokenizer*", "vocab*", "merges*",
+    "*.safetensors", "*.pt", "*.bin", "additional_chat_templates/*.jinja",
+)  # fmt: skip
 OWN_CODE = Path("own")  # stands for the files of code of one's own (`Known.own_files`)
 Answer: TypeAlias = tuple[Any, Iterable[Path] | None]
 """Plain data, and the files and folders that decide it, names of such that do not exist included;
@@ -114,6 +120,27 @@ def _ask(name: str, *args: Any) -> Answer:
 def with_contents(*paths: Path) -> list[Path]:
     """These files and folders, and the files in the folders and one folder below."""
     return [p for path in paths for p in (path, *path.glob("*"), *path.glob("*/*"))]
+
+
+def facts_of_model(source: str) -> Answer:
+    """The name of a model and a digest. Of a folder: of its configuration, tokenizer and weights.
+    Of a hub id: the revision in the local cache, or the id itself if it is not cached. The digest
+    is the same with `+int8`."""
+    bare, how = fitting.split(source)
+    folder = Path(bare)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(bare, "config.json")
+        return [source, Path(cached).parent.name if isinstance(cached, str) else bare], None
+    found = {f for pattern in MODEL for f in folder.glob(pattern) if f.is_file()}
+    contents = {str(f.relative_to(folder)): digest_of(f) for f in found}
+    return [folder.name + how, digest(contents)], with_contents(folder)
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits of a value's canonical JSON."""
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def digest_of(path: Path) -> str:

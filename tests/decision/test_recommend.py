@@ -16,22 +16,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specexp import figures
 from specexp.commands import app
-from specexp.decision import engines
+from specexp.decision import engines, next_grid
 from specexp.decision.recommend import SHARED, Measured, Plan, advise
 from specexp.errors import UserError
 from specexp.grids import notebooks, points
 from specexp.measure.parameters import PARAMETERS
-from specexp.tracking import results
+from specexp.tracking import report, results
 from specexp.zoo import shelf
 
 MACHINE = {"device": "cpu", "processor": "AMD EPYC, 2 cores", "threads": "2"}
 
 
 def log(
-    drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, best=None, identity=None, **params
-):
+    drafter, at, gamma=3, half=0.05, exact=1.0, tags=MACHINE, best=None, identity=None,
+    contents=None, **params,
+):  # fmt: skip
     """A committed result: `at` is the speedup of one stream, or one for each batch size. best: the
-    draft length of the former, if several were tried. identity: that of a grid's point."""
+    draft length of the former, if several were tried. identity: that of a grid's point. contents:
+    as `provenance.contents` gives them."""
     curve = at if isinstance(at, dict) else {1: at}
     first = curve[min(curve)]
     record = {
@@ -47,6 +49,7 @@ def log(
             for end, more in (("", 0), ("_low", -half), ("_high", half))
         } if curve is at else {},
         "tags": tags,
+        "contents": contents or {},
     }  # fmt: skip
     name = f"{re.sub('[:/]', '', drafter)}{gamma}{len(results.listed('results'))}"
     attempt = results.new_attempt(name)
@@ -87,7 +90,7 @@ def test_a_plan_joins_grids_into_a_draft_length_for_each_load(store):
     assert second.schedule() == "1: 3, then off (not measured)"
     said = advice.verdict()
     assert said.startswith("Draft 6 tokens with ngram for one stream: 1.80x [1.7")
-    assert "Switch it off in batches above 8." in said
+    assert "Switch it off in batches above 8 (0.90x [0.84, 0.96] in one of 16). It is" in said
     assert said.endswith("It is certainly better than the other drafters.")
 
 
@@ -118,7 +121,7 @@ def test_what_was_not_measured_there_is_not_called_worse(store):
     log("suffix", 1.2)
     log("recycle", {4: 1.9})
     said = only(advise()).verdict()
-    assert said.endswith("It is certainly better than the other drafters measured there.")
+    assert "It is certainly better than the other drafters measured there." in said
 
 
 def test_intervals_are_widened_for_the_settings_that_compete_at_a_batch_size(store):
@@ -142,7 +145,18 @@ def test_a_drafter_measured_under_load_alone_is_recommended_for_that_load(store)
     log("suffix", {4: 1.5, 8: 0.9}, tree="3x2")
     said = only(advise()).verdict()
     assert said.startswith("Draft the tree 3x2 with suffix in a batch of 4: 1.50x")
-    assert said.endswith("Switch it off in batches above 4.")
+    assert said.endswith("Switch it off in batches above 4 (0.90x [0.85, 0.95] in one of 8).")
+
+
+def test_a_drafter_that_pays_in_larger_batches_than_the_best_is_named(store):
+    log("suffix", {1: 1.9, 4: 1.2, 8: 0.9})
+    log("ngram", {1: 1.5, 8: 1.2, 16: 0.8}, gamma=2)
+    log("recycle", {1: 1.4, 4: 1.2})
+    said = only(advise()).verdict()
+    assert "Switch it off in batches above 4 (0.90x [0.84, 0.96] in one of 8). It is cert" in said
+    assert said.endswith(
+        "In batches up to 8 ngram pays: there 1.20x [1.14, 1.26], drafting 2 tokens."
+    )
 
 
 def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
@@ -195,6 +209,20 @@ def test_only_results_of_one_situation_are_joined(store):
         advise("target-10")
 
 
+def test_a_result_of_another_machine_replaces_none(store):
+    for kernels in ("compiled by c++, AVX2, 12345678", "compiled by c++, AVX2, 9abcdef0"):
+        log("ngram", {1: 1.5}, tags=MACHINE | {"kernels": kernels})
+    log("suffix", 1.4, tags=MACHINE | {"kernels": kernels})
+    without = "no C++ compiler: torch's operations"
+    log("ngram", {1: 1.9}, tags=MACHINE | {"kernels": without})
+    log("ngram", {1: 1.8}, tags=MACHINE | {"processor": "Intel", "kernels": kernels})
+    assert [(str(each.situation), len(each.measured)) for each in advise()] == [
+        ("prompts all; cpu, AMD EPYC, 2 cores, 2 threads", 2),
+        (f"prompts all; cpu, AMD EPYC, 2 cores, 2 threads, {without}", 1),
+        ("prompts all; cpu, Intel, 2 threads", 1),
+    ]
+
+
 def test_results_of_another_output_length_are_not_compared(store):
     log("ngram", 1.6)
     log("suffix", 1.2, max_new_tokens=512)
@@ -202,6 +230,44 @@ def test_results_of_another_output_length_are_not_compared(store):
         "prompts all", "prompts all, max_new_tokens 512"
     ]  # fmt: skip
     assert not any("certainly better" in advice.verdict() for advice in advise())
+
+
+def test_results_of_other_categories_of_prompts_are_not_compared(store):
+    log("ngram", 1.6)
+    log("suffix", 1.5, categories=[])
+    log("suffix", 1.2, categories=["code", "math"])
+    log("recycle", 1.1, categories=["math", "code"])
+    assert [str(advice.situation).partition(";")[0] for advice in advise()] == [
+        "prompts all", "prompts all, categories code, math"
+    ]  # fmt: skip
+
+
+def test_a_notebook_of_ones_own_may_list_what_others_have_one_of(store):
+    log("ngram", 1.6, temperature=[0.0, 1.0])
+    assert "temperature 0.0, 1.0" in str(only(advise()).situation)
+
+
+def test_a_curve_without_intervals_says_nothing_of_one_stream(store):
+    log("ngram", {8: 1.5})
+    (file,) = (folder / results.RESULT for folder in results.listed("results"))
+    record = json.loads(file.read_text())
+    record["series"] = {"speedup/at_batch": record["series"]["speedup/at_batch"]}
+    file.write_text(json.dumps(record))
+    assert not only(advise(runs=[report.Run(file.parent)])).measured
+
+
+def test_a_grown_tree_of_another_depth_is_another_setting(store):
+    log("eagle", 1.1, tree="grown:12", gamma=3)
+    log("eagle", 1.3, tree="grown:12", gamma=6, half=0.1)
+    log("eagle", 1.1, tree="3x2", gamma=3, half=0.05)
+    log("eagle", 1.2, tree="3x2", gamma=6, half=0.2)  # its depth is its own
+    advice = only(advise())
+    assert {m.draft for m in advice.measured} == {"grown:12, 3 deep", "grown:12, 6 deep", "3x2"}
+    said = advice.verdict()
+    assert said.startswith("Draft the tree grown:12, 6 deep with eagle for one stream: 1.30x")
+    assert "--grid" not in said
+    with pytest.raises(UserError, match="larger ones need no grid, and trees have none"):
+        next_grid.text(advice, store)
 
 
 def test_notebooks_and_demo_grids_measure_speedups_that_can_be_joined():
@@ -345,6 +411,26 @@ def test_what_was_measured_before_a_change_of_contents_does_not_count(store, par
     assert ("mine: ngram", f"its {what} have changed since") in advice.left_out
 
 
+@pytest.mark.parametrize(
+    ("changed", "stay"),
+    [("target", set()), ("drafter", {"suffix", "recycle"}), ("prompts", set())],
+)
+def test_one_result_by_hand_shows_which_others_are_of_older_contents(store, changed, stay):
+    """Drafters that were not measured since included, and those of another situation."""
+    lookups = {"target": "a", "prompts": "b"}
+    heads = lookups | {"drafter": "c"}
+    log("suffix", 1.4, contents=lookups)
+    log("recycle", 1.3, contents=lookups)
+    log("eagle", 1.2, contents=heads)
+    log("eagle", 1.9, temperature=0.8, contents=heads | {changed: "d"})
+    first, second = advise()
+    before, after = sorted((first, second), key=lambda each: "temperature" in str(each))
+    assert {m.drafter for m in before.measured} == stay
+    assert [m.drafter for m in after.measured] == ["eagle"]
+    reason = f"its {changed} {'have' if changed == 'prompts' else 'has'} changed since"
+    assert ("mine: eagle", reason) in before.left_out
+
+
 def plan(drafter, schedule=((1, 4), (4, 2))):
     steps = [(last, Measured(drafter, draft, last, 1.5, 1.2, 1.8, 40)) for last, draft in schedule]
     return Plan(drafter, tuple(steps), steps[0][1], 16)
@@ -391,7 +477,7 @@ def test_a_lookup_in_sglang_is_a_chain_out_of_its_own_tree(name, order):
 
 def test_a_draft_model_and_heads_are_named_by_their_folder():
     draft = str(shelf.find("sibling-3m"))
-    for name in ("sibling-3m", "model"):
+    for name in ("sibling-3m", "model", "sibling-3m+int8"):
         written = engines.options(plan(name), "target-10m")
         assert json.loads(shlex.split(written["vLLM"])[1])["model"] == draft
         words = shlex.split(written["SGLang"], comments=True)

@@ -770,30 +770,30 @@ def test_part_of_a_model_stays_as_it_was(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     (tmp_path / "mine" / "model.safetensors").write_bytes(b"01")
-    assert identity.facts_of_model(str(tmp_path / "mine"))[0] == ["mine", "d87cd01c66d71b59"]
+    assert known.facts_of_model(str(tmp_path / "mine"))[0] == ["mine", "d87cd01c66d71b59"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin"])
 def test_byte_of_weights_changes_the_key_in_any_format(tmp_path, name):
     (tmp_path / name).write_bytes(b"01")
-    before = identity.facts_of_model(str(tmp_path))[0][1]
+    before = known.facts_of_model(str(tmp_path))[0][1]
     (tmp_path / name).write_bytes(b"02")
-    assert identity.facts_of_model(str(tmp_path))[0][1] != before
+    assert known.facts_of_model(str(tmp_path))[0][1] != before
 
 
 @pytest.mark.parametrize("name", ["bpe.codes", "source.spm", "spiece.model", "vocab.txt", "m.bpe"])
 def test_line_of_a_tokenizer_changes_the_key_in_any_format(tmp_path, name):
     (tmp_path / name).write_text("a b")
-    before = identity.facts_of_model(str(tmp_path))[0][1]
+    before = known.facts_of_model(str(tmp_path))[0][1]
     (tmp_path / name).write_text("a c")
-    assert identity.facts_of_model(str(tmp_path))[0][1] != before
+    assert known.facts_of_model(str(tmp_path))[0][1] != before
 
 
 def test_hub_id_stands_for_its_cached_revision(tmp_path, monkeypatch):
-    assert identity.facts_of_model("nobody/nothing")[0][1] == "nobody/nothing"
+    assert known.facts_of_model("nobody/nothing")[0][1] == "nobody/nothing"
     cached = tmp_path / "snapshots" / "abc123" / "config.json"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(cached))
-    assert identity.facts_of_model("some/model")[0][1] == "abc123"
+    assert known.facts_of_model("some/model")[0][1] == "abc123"
 
 
 @pytest.mark.parametrize("name", ["figures/new.py", "native/new.cpp", "native/new.h"])

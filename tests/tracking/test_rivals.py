@@ -1,12 +1,16 @@
 """A notebook that compares drafters: one result, and one run in MLflow for each of them."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 from support import artifacts
 from support.stores import METRICS, SERIES, active, first, problems, quiet, run_of
 
 from specexp.errors import UserError
-from specexp.tracking import presence, rebuild, report
+from specexp.tracking import presence, rebuild, report, results
 from specexp.tracking import runs as track
+from specexp.zoo import shelf
 
 RIVALS = {"ngram": ({"speedup/measured": 1.5, "speedup/ci_low": 1.4, "speedup/ci_high": 1.6},
                     {"acceptance/at_position": [0.4, 0.1]}),
@@ -40,6 +44,37 @@ def test_each_drafter_is_a_run_with_its_own_numbers(compared):
     }  # fmt: skip
     assert set(track.runs("mine")["params.drafter"]) == {"eagle", "ngram", "medusa"}
     assert problems() == []
+
+
+def test_a_result_says_what_each_drafters_names_stood_for(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(shelf.find("sibling-1m"), "draft")
+    Path("mine.txt").write_text("one\n")
+    params = {"target": "target-10m", "drafter": "model:./draft", "prompts": "mine.txt"}
+
+    def logged(key):
+        track.log("mine", params | {"seed": key}, METRICS, rivals={"ngram": RIVALS["ngram"]})
+        (folder,) = (f for f in results.listed("results") if seed_of(f) == key)
+        return [run["contents"] for run in results.runs_in(record_of(folder)).values()]
+
+    own, rival = before = logged(0)
+    assert (sorted(own), sorted(rival)) == (["drafter", "prompts", "target"], ["prompts", "target"])
+    assert own["target"] == rival["target"]
+    assert logged(1) == before
+    Path("mine.txt").write_text("two\n")
+    Path("draft/config.json").write_text(Path("draft/config.json").read_text() + " ")
+    after, _ = logged(2)
+    assert [name for name in own if own[name] != after[name]] == ["drafter", "prompts"]
+    params["target"] = "./lost"
+    assert sorted(logged(3)[0]) == ["prompts"]
+
+
+def record_of(folder):
+    return results.load(folder / results.RESULT)
+
+
+def seed_of(folder):
+    return record_of(folder)["params"]["seed"]
 
 
 def test_a_rivals_description_leads_to_the_files_of_the_run_that_has_them(compared):
