@@ -118,10 +118,10 @@ def check(config: Any, target: str, folder: str) -> None:
 def check_trained(head: Head, config: Any, target: str) -> None:
     """Raise UserError, before weights are loaded, for heads that are no such layer for a target
     with this config."""
-    subject = insist_on_kind(head, "mtp")
-    with refusing(f"{subject}; {target} has no place for such a layer"), torch.device("meta"):
+    insist_on_kind(head, "mtp")
+    with refusing(f"{head.subject}; {target} has no place for such a layer"), torch.device("meta"):
         layer = _untrained(AutoModelForCausalLM.from_config(config)).layers[0]
-    insist_on_tensors(subject, layer, head.shapes)
+    insist_on_tensors(head.subject, layer, head.shapes)
 
 
 def named(module: Any, least: int = 0) -> Any:
