@@ -74,17 +74,17 @@ class FusedBlock:
         self.causal = block.shape.spans[0][1]
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `Block.forward`."""
         if inputs:
-            return self.block(tokens, positions, visible, cache, taps, last, **inputs)
+            return self.block(tokens, positions, cache, taps, last, **inputs)
         n, L = tokens.shape[1], len(self.block.layers)
         if not self.causal:
             every = torch.ones(1, n, n, dtype=torch.bool, device=tokens.device)
-            visible = Branches(cache.slots[:, 0, :1, 0], every)
-        logits, hidden = self.net(tokens, positions, visible, cache, (L,) * len(taps), last)
+            cache.see(Branches(cache.slots[:, 0, :1, 0], every))
+        logits, hidden = self.net(tokens, positions, cache, (L,) * len(taps), last)
         return logits, None if hidden is None else hidden[:, -(last or 0) :]
 
 
@@ -115,7 +115,7 @@ def _fuse(block: Block, vocab: int) -> tuple[FusedBlock | None, str]:
             [*block.layers], block.rotary, block.norm, head, embed, ids=ids, vocab=vocab,
             made=ConvolvedLayer if shape.kernel else fused.Layer,
         )  # fmt: skip
-        reference, _ = block(tokens, at, None, cache, (), None)
+        reference, _ = block(tokens, at, cache, (), None)
     except Exception as e:
         return None, fused.failure(e)
     assert reference is not None

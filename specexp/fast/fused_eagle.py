@@ -19,7 +19,6 @@ from specexp.models.heads import eagle as layers
 from specexp.models.heads.eagle import Eagle
 from specexp.models.lm import Network
 from specexp.ops import kernel
-from specexp.tree import Branches
 
 
 class FusedEagle:
@@ -34,8 +33,8 @@ class FusedEagle:
         self.tap = eagle.config.num_hidden_layers if "norm_output" in eagle.shape.norms else -1
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """A pass over tokens [B, n] and the input `features` [B, n, E]; see `lm.Network` and
         `eagle.Eagle`."""
@@ -44,7 +43,7 @@ class FusedEagle:
             embedded = self.eagle.embedded(tokens, x.dtype).flatten(0, 1)
             mixed = torch.cat([embedded, x], -1)
             x = product(mixed, self.eagle.fc.weight, self.eagle.fc.bias)
-        return self.net(tokens, positions, visible, cache, (self.tap,) * len(taps), last, x=x)
+        return self.net(tokens, positions, cache, (self.tap,) * len(taps), last, x=x)
 
 
 @kernel(layers.network, "cpu", "cuda")

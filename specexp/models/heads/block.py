@@ -23,7 +23,6 @@ from specexp.models.heads.layouts import MASK_EMBEDDING, Head
 from specexp.models.lm import Network, as_operations
 from specexp.models.servable import cache_name
 from specexp.ops import op
-from specexp.tree import Branches
 
 
 @dataclass(frozen=True)
@@ -212,8 +211,8 @@ class Block(Borrowing):
         return logits + bias[..., : logits.shape[-1]]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network`. With `features` [B, n, E] they are remembered and nothing is returned;
         otherwise the tokens are a block. The only tap, 0, is the states of the logits."""
