@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
-from specexp.fast.fused import Fused, product
+from specexp.fast.fused import Fused
 from specexp.fast.parts import beyond_weights
 from specexp.models.cache import SlotCache
 from specexp.models.heads import eagle as layers
 from specexp.models.heads.eagle import Eagle
-from specexp.models.lm import Network
+from specexp.models.lm import Network, product
 from specexp.ops import kernel
 
 
