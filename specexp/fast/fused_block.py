@@ -102,15 +102,12 @@ def _fuse(block: Block, vocab: int) -> tuple[FusedBlock | None, str]:
         return None, "its layers have windows"
     if (shape.embeds_by, shape.scale, shape.cap) != (1, 1, 0):
         return None, "it scales embeddings or logits"
-    borrowed = {} if shape.draft_vocab else {"lm_head": block.borrowed[1]}
-    if why := beyond_weights(block, **borrowed):
+    if why := beyond_weights(block, lm_head=block.head):
         return None, why
     tokens = fused.probe(block)[:, : shape.block]
     at, cache = fused.whole_sequence(len(block.layers), tokens)
     try:
-        head, ids = block.borrowed[1].weight[:vocab], None
-        if shape.draft_vocab:
-            head, ids = fused.inside(block.lm_head.weight, block.draft_ids, vocab)
+        head, ids = fused.inside(block.head.weight, block.draft_ids, vocab)
         net = Fused(
             [*block.layers], block.rotary, block.norm, head, embed, ids=ids, vocab=vocab,
             made=ConvolvedLayer if shape.kernel else fused.Layer,

@@ -57,8 +57,7 @@ def network(eagle: nn.Module, name: str, vocab: int) -> Network:
 
 @torch.inference_mode()
 def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
-    borrowed = {} if eagle.shape.draft_vocab else {"lm_head": eagle.borrowed[1]}
-    if why := beyond_weights(eagle, **borrowed):
+    if why := beyond_weights(eagle, lm_head=eagle.head):
         return None, why
     layers = eagle.config.num_hidden_layers
     tokens = fused.probe(eagle)
@@ -79,9 +78,7 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
 def _network(eagle: Eagle, vocab: int) -> Fused:
     """EAGLE-1's layers over states [B * n, E] that contain the embeddings; or EAGLE-3's over states
     and embeddings."""
-    head, ids = eagle.head.weight[:vocab], None
-    if eagle.shape.draft_vocab:
-        head, ids = fused.inside(eagle.head.weight, eagle.draft_ids, vocab)
+    head, ids = fused.inside(eagle.head.weight, eagle.draft_ids, vocab)
     if not eagle.shape.fused:
         return Fused([*eagle.layers], eagle.rotary, None, head, ids=ids, vocab=vocab)
     layer = eagle.midlayer

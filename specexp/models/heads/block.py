@@ -197,8 +197,7 @@ class Block(Borrowing):
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., draft_vocab or V] by states [..., E], without a Markov head's bias."""
-        head = self.lm_head if self.shape.draft_vocab else self.borrowed[1]
-        logits = head(hidden) * self.shape.scale
+        logits: Tensor = self.head(hidden) * self.shape.scale
         return (logits / self.shape.cap).tanh() * self.shape.cap if self.shape.cap else logits
 
     def corrected(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
