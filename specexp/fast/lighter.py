@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specexp.fast import fused
 from specexp.fast.fused import ROUNDING, AttentionInfo, attention
+from specexp.fitting import UNLIMITED
 from specexp.models import load
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM, Network, Unfused
@@ -188,7 +189,7 @@ class Lighter(Unfused):
 
     @property
     def by_length_up_to(self) -> int:  # type: ignore[override]
-        return 0 if self.table.off or self.table.masked else 1 << 30
+        return 0 if self.table.off or self.table.masked else UNLIMITED
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
