@@ -15,6 +15,7 @@ from specexp import objects
 from specexp.errors import UserError, check_type, meant
 from specexp.tree import Tree
 
+UNLIMITED = 1 << 30  # of tokens, children ...: stands for a limit where there is none
 LEAST = 2.0**-126  # the least temperature; float32 rounds smaller ones to 0
 RULES = ("match", "reject", "block", "typical")
 DEFAULTS = {"ngram": 3, "recycle": 8, "suffix": 16}  # the numbers of drafters that are given none
@@ -46,8 +47,8 @@ class Limits:
     """
 
     draws: bool = False
-    deepest: int = 1 << 30
-    widest: int = 1 << 30
+    deepest: int = UNLIMITED
+    widest: int = UNLIMITED
     slots: int = 1
     taps: int = 0
 

@@ -13,6 +13,7 @@ from specexp.errors import UserError, counted
 
 if TYPE_CHECKING:
     from specexp.grids.points import Point
+    from specexp.zoo.known import Kernels
 
 app = typer.Typer(cls=Group, help="Run grids of experiment notebooks.", no_args_is_help=True)
 FILES = typer.Argument(help="Grid files (YAML).", metavar="FILE")
@@ -22,7 +23,7 @@ YES = own("Do not ask for confirmation of very many points.", False)
 
 def _points(
     files: list[Path], only: list[str] | None, yes: bool, together: bool = False,
-    checked: bool = True, may_compile: bool | None = None,
+    checked: bool = True, kernels: Kernels = "not asked",
 ) -> list[Point]:  # fmt: skip
     """The points of grid files; at a terminal, very many need a confirmation."""
     from specexp.grids import points as grid
@@ -31,9 +32,7 @@ def _points(
         return yes or typer.confirm(f"{count:,} points: is that intended?")
 
     asking = ask if yes or sys.stdin.isatty() else None
-    return grid.load(
-        files, asking, only or (), together, checked, on_disk=True, may_compile=may_compile
-    )
+    return grid.load(files, asking, only or (), together, checked, on_disk=True, kernels=kernels)
 
 
 @app.command("validate", cls=Command)
@@ -77,7 +76,7 @@ def run(
 
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be 1 or more")
-    points = _points(files, only, yes, together, may_compile=True)
+    points = _points(files, only, yes, together, kernels="compiled")
     machines = None
     if on != "here":
         from specexp.grids.machines.ray import OnRay
@@ -104,8 +103,9 @@ def status(
     from specexp.grids import progress
     from specexp.tracking import presence, results, runs
 
-    ran = any(map(results.listed, ("grids", "results", "failed"))) or None
-    points = _points(files, only, yes, together, checked=False, may_compile=ran and False)
+    ran = any(map(results.listed, ("grids", "results", "failed")))
+    kernels: Kernels = "as found" if ran else "not asked"
+    points = _points(files, only, yes, together, checked=False, kernels=kernels)
     done, remedy = [], ""
     if ran:
         from specexp.tracking import report

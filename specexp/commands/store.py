@@ -56,7 +56,7 @@ def report(
         from specexp.grids import points
 
         every = points.load(
-            [path], lambda count: True, checked=False, on_disk=True, may_compile=None
+            [path], lambda count: True, checked=False, on_disk=True, kernels="not asked"
         )
         params, name = [p.params for p in every], f"{results.grid_name(path)}.yaml"
         everything = [run for run in everything if run.result["params"] in params]

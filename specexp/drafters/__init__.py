@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specexp import objects
 from specexp.errors import UserError, counted, warn_once
-from specexp.fitting import DEFAULTS, Limits, whole
+from specexp.fitting import DEFAULTS, UNLIMITED, Limits, whole
 from specexp.models.lm import LM, Forward
 from specexp.sampling import Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
@@ -54,7 +54,7 @@ class Drafter(ABC):
     taps: tuple[int, ...] = ()
     models: tuple[LM, ...] = ()
     reads: bool = False
-    context: int = 1 << 30
+    context: int = UNLIMITED
     state: tuple[Tensor, ...] = ()
     on_host: bool = False
     shaped_by: tuple[int, ...] = ()

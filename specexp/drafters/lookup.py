@@ -18,7 +18,7 @@ from specexp.drafters import Drafter, Prepared, Request
 from specexp.drafters.model import insist_on_rereading
 from specexp.drafters.suffix import Suffix
 from specexp.fitting import LONG_MATCH, behind
-from specexp.models.lm import Forward
+from specexp.models.lm import LM, Forward
 from specexp.models.memory import layers
 from specexp.models.servable import context_length
 from specexp.sampling import Rng
@@ -86,7 +86,7 @@ def prepare(request: Request) -> Prepared:
         able = not any(layer.span or layer.has_state for layer in kept)
         insist_on_rereading(able, argument or method)
 
-    def make(target: drafters.LM) -> Lookup:
+    def make(target: LM) -> Lookup:
         return Lookup(Suffix(target.vocab), other.make(target))
 
     return replace(other, make=make)

@@ -118,21 +118,21 @@ def check(config: Any, target: str, folder: str) -> None:
 def check_trained(head: Head, config: Any, target: str) -> None:
     """Raise UserError, before weights are loaded, for heads that are no such layer for a target
     with this config."""
-    subject = insist_on_kind(head, "mtp")
-    with refusing(f"{subject}; {target} has no place for such a layer"), torch.device("meta"):
+    insist_on_kind(head, "mtp")
+    with refusing(f"{head.subject}; {target} has no place for such a layer"), torch.device("meta"):
         layer = _untrained(AutoModelForCausalLM.from_config(config)).layers[0]
-    insist_on_tensors(subject, layer, head.shapes)
+    insist_on_tensors(head.subject, layer, head.shapes)
 
 
-def named(module: Any, least: int = 0) -> Any:
+def named(module: Any) -> Any:
     """The same target, with the same weights, with a config that `MtpModel` can read."""
     other = copy.copy(module)
-    other.config = _with_layers(module.config, least)
+    other.config = _with_layers(module.config, 1)
     return other
 
 
 def _untrained(module: Any) -> MtpModel:
-    return MtpModel(named(module, 1), 1)
+    return MtpModel(named(module), 1)
 
 
 def load(module: Any, target: str) -> Mtp:
@@ -140,7 +140,7 @@ def load(module: Any, target: str) -> Mtp:
     weights that are missing."""
     on = {"": module.device}
     with refusing(f"cannot load the layer for multi-token prediction of {target}"):
-        model = MtpModel.from_pretrained(named(module, 1), device_map=on)
+        model = MtpModel.from_pretrained(named(module), device_map=on)
     return _ready(model, module)
 
 

@@ -58,13 +58,11 @@ class Norm:
 class AttentionInfo:
     """What attention needs to know of a pass over tokens [B, n], in layers of one kind.
 
-    visible: which slots each token sees before the layers' window narrows them; None: its own slot
-    and all before it. positions: [B, n]. masks: the masks made so far, by the number of query heads
+    positions: [B, n]. masks: the masks made so far, by the number of query heads
     that share a key head and the number of tokens. lasts: what `of_last` has returned, by n.
     """
 
     cache: SlotCache
-    visible: Branches | None
     positions: Tensor
     kind: memory.Layer
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -81,9 +79,11 @@ class AttentionInfo:
         return self.cache.sizes[self.kind.span]
 
     def of_last(self, n: int) -> tuple[Tensor, Tensor, Branches | None]:
-        """Slots [B, n], positions [B, n] and `visible` of each row's last n tokens."""
+        """Of each row's last n tokens: slots [B, n], positions [B, n] and what they see
+        (`SlotCache.see`), before the layers' window narrows it."""
         if n not in self.lasts:
-            seen = self.visible and replace(self.visible, ancestors=self.visible.ancestors[:, -n:])
+            seen = self.cache.visible
+            seen = seen and replace(seen, ancestors=seen.ancestors[:, -n:])
             self.lasts[n] = self.slots[:, -n:], self.positions[:, -n:], seen
         return self.lasts[n]
 
@@ -91,7 +91,8 @@ class AttentionInfo:
         """The additive mask [B, 1, group * n, S] of the last n tokens, repeated for the `group`
         query heads that share a key head; as `scaled_dot_product_attention` takes it."""
         if (group, n) not in self.masks:
-            mask = self.cache.mask(self.cache.near(self.visible, self.kind), dtype)[:, :, -n:]
+            near = self.cache.near(self.kind.window, self.kind.chunk)
+            mask = self.cache.mask(near, dtype)[:, :, -n:]
             self.masks[group, n] = mask.repeat(1, 1, group, 1) if group > 1 else mask
         return self.masks[group, n]
 
@@ -243,14 +244,14 @@ class Fused:
         self.by_length_up_to = by_length_up_to(head)
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network`. inputs: the hidden states x [B * n, E], if it reads any. The tap -1 is
         what the last norm reads."""
         B, n = tokens.shape
         x, read = self._begin(tokens.flatten(), **inputs)
-        info = AttentionInfo(cache, visible, positions, cache.kinds[0])
+        info = AttentionInfo(cache, positions, cache.kinds[0])
         rotations = self._rotations(x, positions)
         states = {0: x} if 0 in taps else {}
         norms = [*(layer.before for layer in self.layers[1:]), self.norm]
@@ -417,6 +418,6 @@ def _difference(
 ) -> float:
     """The relative difference of a network's logits from the reference, where that is finite."""
     at, cache = whole_sequence(kinds, tokens)
-    logits, _ = net(tokens, at, None, cache, (), None, **inputs)
+    logits, _ = net(tokens, at, cache, (), None, **inputs)
     finite = reference.isfinite()
     return float((logits - reference)[finite].float().norm() / reference[finite].float().norm())

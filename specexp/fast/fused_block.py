@@ -74,17 +74,17 @@ class FusedBlock:
         self.causal = block.shape.spans[0][1]
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `Block.forward`."""
         if inputs:
-            return self.block(tokens, positions, visible, cache, taps, last, **inputs)
+            return self.block(tokens, positions, cache, taps, last, **inputs)
         n, L = tokens.shape[1], len(self.block.layers)
         if not self.causal:
             every = torch.ones(1, n, n, dtype=torch.bool, device=tokens.device)
-            visible = Branches(cache.slots[:, 0, :1, 0], every)
-        logits, hidden = self.net(tokens, positions, visible, cache, (L,) * len(taps), last)
+            cache.see(Branches(cache.slots[:, 0, :1, 0], every))
+        logits, hidden = self.net(tokens, positions, cache, (L,) * len(taps), last)
         return logits, None if hidden is None else hidden[:, -(last or 0) :]
 
 
@@ -102,20 +102,17 @@ def _fuse(block: Block, vocab: int) -> tuple[FusedBlock | None, str]:
         return None, "its layers have windows"
     if (shape.embeds_by, shape.scale, shape.cap) != (1, 1, 0):
         return None, "it scales embeddings or logits"
-    borrowed = {} if shape.draft_vocab else {"lm_head": block.borrowed[1]}
-    if why := beyond_weights(block, **borrowed):
+    if why := beyond_weights(block, lm_head=block.head):
         return None, why
     tokens = fused.probe(block)[:, : shape.block]
     at, cache = fused.whole_sequence(len(block.layers), tokens)
     try:
-        head, ids = block.borrowed[1].weight[:vocab], None
-        if shape.draft_vocab:
-            head, ids = fused.inside(block.lm_head.weight, block.draft_ids, vocab)
+        head, ids = fused.inside(block.head.weight, block.draft_ids, vocab)
         net = Fused(
             [*block.layers], block.rotary, block.norm, head, embed, ids=ids, vocab=vocab,
             made=ConvolvedLayer if shape.kernel else fused.Layer,
         )  # fmt: skip
-        reference, _ = block(tokens, at, None, cache, (), None)
+        reference, _ = block(tokens, at, cache, (), None)
     except Exception as e:
         return None, fused.failure(e)
     assert reference is not None

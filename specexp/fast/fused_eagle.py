@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from specexp.fast import fused
 from specexp.fast.cpu.passes import Native
-from specexp.fast.fused import Fused, product
+from specexp.fast.fused import Fused
 from specexp.fast.parts import beyond_weights
 from specexp.models.cache import SlotCache
 from specexp.models.heads import eagle as layers
 from specexp.models.heads.eagle import Eagle
-from specexp.models.lm import Network
+from specexp.models.lm import Network, product
 from specexp.ops import kernel
-from specexp.tree import Branches
 
 
 class FusedEagle:
@@ -34,8 +33,8 @@ class FusedEagle:
         self.tap = eagle.config.num_hidden_layers if "norm_output" in eagle.shape.norms else -1
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """A pass over tokens [B, n] and the input `features` [B, n, E]; see `lm.Network` and
         `eagle.Eagle`."""
@@ -44,7 +43,7 @@ class FusedEagle:
             embedded = self.eagle.embedded(tokens, x.dtype).flatten(0, 1)
             mixed = torch.cat([embedded, x], -1)
             x = product(mixed, self.eagle.fc.weight, self.eagle.fc.bias)
-        return self.net(tokens, positions, visible, cache, (self.tap,) * len(taps), last, x=x)
+        return self.net(tokens, positions, cache, (self.tap,) * len(taps), last, x=x)
 
 
 @kernel(layers.network, "cpu", "cuda")
@@ -58,8 +57,7 @@ def network(eagle: nn.Module, name: str, vocab: int) -> Network:
 
 @torch.inference_mode()
 def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
-    borrowed = {} if eagle.shape.draft_vocab else {"lm_head": eagle.borrowed[1]}
-    if why := beyond_weights(eagle, **borrowed):
+    if why := beyond_weights(eagle, lm_head=eagle.head):
         return None, why
     layers = eagle.config.num_hidden_layers
     tokens = fused.probe(eagle)
@@ -80,9 +78,7 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
 def _network(eagle: Eagle, vocab: int) -> Fused:
     """EAGLE-1's layers over states [B * n, E] that contain the embeddings; or EAGLE-3's over states
     and embeddings."""
-    head, ids = eagle.head.weight[:vocab], None
-    if eagle.shape.draft_vocab:
-        head, ids = fused.inside(eagle.head.weight, eagle.draft_ids, vocab)
+    head, ids = fused.inside(eagle.head.weight, eagle.draft_ids, vocab)
     if not eagle.shape.fused:
         return Fused([*eagle.layers], eagle.rotary, None, head, ids=ids, vocab=vocab)
     layer = eagle.midlayer

@@ -23,13 +23,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specexp.fast import fused
 from specexp.fast.fused import ROUNDING, AttentionInfo, attention
+from specexp.fitting import UNLIMITED
 from specexp.models import load
 from specexp.models.cache import SlotCache
 from specexp.models.lm import LM, Network, Unfused
 from specexp.models.scans import replaced
 from specexp.objects import signature
 from specexp.ops import op
-from specexp.tree import Branches
 
 MLP = {"gate_proj", "up_proj", "down_proj"}
 LARGE = 40.0  # of a gate on a probe; models that bound gates bound them at 7 to 10
@@ -189,24 +189,24 @@ class Lighter(Unfused):
 
     @property
     def by_length_up_to(self) -> int:  # type: ignore[override]
-        return 0 if self.table.off or self.table.masked else 1 << 30
+        return 0 if self.table.off or self.table.masked else UNLIMITED
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network`."""
         if not self.table.off:
-            infos = {k: AttentionInfo(cache, visible, positions, k) for k in set(cache.kinds)}
+            infos = {k: AttentionInfo(cache, positions, k) for k in set(cache.kinds)}
             self.table.infos = [infos[kind] for kind in cache.kinds]
         try:
-            return super().__call__(tokens, positions, visible, cache, taps, last, **inputs)
+            return super().__call__(tokens, positions, cache, taps, last, **inputs)
         finally:
             self.table.infos = []
 
-    def masks(self, visible: Branches | None, cache: SlotCache) -> Any:
+    def masks(self, cache: SlotCache) -> Any:
         if not self.table.infos:
-            return super().masks(visible, cache)
+            return super().masks(cache)
         b, _, n, _ = cache.slots.shape
         unread = torch.zeros(b, 1, n, 1, dtype=self.module.dtype, device=cache.slots.device)
         return cache.by_kind(lambda *_: unread)

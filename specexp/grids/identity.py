@@ -107,8 +107,8 @@ def _parts(
 ) -> dict[str, str]:  # fmt: skip
     device = params.get("device", "auto")
     question = facts_of_machine, device, notebook.timed, ENGINE in files
-    parts: dict[str, str] = {} if known.may_compile is None else {**known.cached(*question)}
-    if known.may_compile and parts.get("kernels") == UNCOMPILED:
+    parts: dict[str, str] = {} if known.kernels == "not asked" else {**known.cached(*question)}
+    if known.kernels == "compiled" and parts.get("kernels") == UNCOMPILED:
         provenance.kernels(device)
         parts = {**known.ask_again(*question)}
     on_cpu = parts.get("device") == "cpu"

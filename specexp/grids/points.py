@@ -22,7 +22,7 @@ from specexp.grids.notebooks import Parameter, shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem, mentioned
 from specexp.tracking import mlflow_view, results
-from specexp.zoo.known import Known
+from specexp.zoo.known import Kernels, Known
 
 TIMEOUT_S = 900.0
 MANY = 1_000  # more points than this need a confirmation
@@ -93,7 +93,7 @@ class Point:
 def load(
     paths: Sequence[Path | str], ask: Callable[[int], bool] | None = None,
     only: Sequence[str] = (), together: bool = False, checked: bool = True, on_disk: bool = False,
-    may_compile: bool | None = True,
+    kernels: Kernels = "compiled",
 ) -> list[Point]:  # fmt: skip
     """The distinct points of these files, in their order.
 
@@ -102,8 +102,8 @@ def load(
     `together`: points that measure time may run side by side, which is another experiment.
     `checked`: False trusts what models, drafters and prompts are, so that none is read.
     `on_disk`: facts that were found out before are taken from the user's cache (`Known`).
-    `may_compile`: False waits for no compiler, so keys may name kernels `identity.UNCOMPILED`; None
-    leaves out what runs the points, so keys are no results'.
+    `kernels`: "as found" waits for no compiler, so keys may name kernels `identity.UNCOMPILED`;
+    "not asked" leaves out what runs the points, so keys are no results'.
     Raises one UserError that lists every problem as `FILE:LINE: problem`.
     """
     report = Report(list(map(Path, paths)))
@@ -111,7 +111,7 @@ def load(
     grids = _filtered(grids, only, report)
     _ask(grids, ask, report)
     points: dict[str, Point] = {}
-    known: dict[Path, Known] = defaultdict(lambda: Known(on_disk, may_compile))
+    known: dict[Path, Known] = defaultdict(lambda: Known(on_disk, kernels))
     if sum(grid.size for grid in grids) <= MANY or not report.problems:
         for grid in grids:
             here = known[grid.notebook.path.parent]  # relative paths start from there

@@ -138,7 +138,7 @@ class SlotCache(Cache):
         self.states: States | None = None
         self.sizes = {layer.span: layer_slots(layer.span, size, room) for layer in self.kinds}
         self.places: dict[int, Tensor] = {}  # where a pass writes [b, 1, n, 1], by a layer's size
-        self.positions: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # `placed` of this pass
+        self.see(None)
         super().__init__(layers=[Slots(self, layer.span) for layer in self.kinds])
 
     def aim(
@@ -146,16 +146,22 @@ class SlotCache(Cache):
         visible: Branches | None = None,
     ) -> None:  # fmt: skip
         """Make the next pass write tokens [b, n] (-1: padding) at slots [b, n] of these b rows, the
-        furthest slot last, and read the first `seen` slots. `visible`: see `lm.Network`."""
+        furthest slot last, and read the first `seen` slots. `visible`: see `see`."""
         B, n = slots.shape
         self.rows, self.slots, self.seen = rows, slots.reshape(B, 1, n, 1), seen
-        self.visible, self.positions = visible, {}
+        self.see(visible)
         for span, size in self.sizes.items():
             assert size == self.size or n + span <= size, "no room for the pass"
             places = self.place(slots, size)
             if size < self.size and tokens is not None:
                 places = places.masked_fill(tokens < 0, size - 1)
             self.places[size] = places.reshape(B, 1, n, 1)
+
+    def see(self, visible: Branches | None) -> None:
+        """Let each token of the pass see the slots in `visible`; None: its own and all before."""
+        self.visible = visible
+        self._whole: Tensor | None = None
+        self.positions: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # see `placed`
 
     def place(self, slots: Tensor, size: int) -> Tensor:
         """Where a layer of this size keeps these slots."""
@@ -184,10 +190,9 @@ class SlotCache(Cache):
         least = torch.finfo(dtype).min
         return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, least)[:, None]
 
-    def masks(self, visible: Branches | None, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    def masks(self, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
         """The mask of every kind of layer, by its name; one mask alone if all see the same."""
-        seen = None if visible is None else visible.mask(self.seen)
-        return self.by_kind(lambda *span: self.mask(self._near(seen, *span), dtype))
+        return self.by_kind(lambda *span: self.mask(self.near(*span), dtype))
 
     def by_kind(self, make: Callable[[int, int], Tensor]) -> Tensor | dict[str, Tensor]:
         """What `make` returns for the window and chunk of every kind of layer; see `masks`."""
@@ -197,38 +202,38 @@ class SlotCache(Cache):
             return values.popitem()[1]
         return {name: values[s] for kind, s in spans.items() for name in BOTH.get(kind, (kind,))}
 
-    def near(self, visible: Branches | None, kind: Layer) -> Tensor | None:
-        """Which places of layers of this kind each token sees, bool [b, n, m]; None: its own slot
-        and all before it."""
-        seen = None if visible is None else visible.mask(self.seen)
-        return self._near(seen, kind.window, kind.chunk)
+    @property
+    def whole(self) -> Tensor | None:
+        """Which of the first `seen` slots each token sees, bool [b, n, seen]; None: see `see`."""
+        if self._whole is None and self.visible is not None:
+            self._whole = self.visible.mask(self.seen)
+        return self._whole
 
     def placed(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
         """For layers that read `span` positions back (0: all): the position of each token of this
         pass [b, n, 1], the positions of the tokens in the layer's m places [b or 1, n or 1, m], and
-        whether each token sees them [b, n, m]."""
+        whether each token sees them [b, n, m]. Kept, because modules ask in every layer."""
         if span not in self.positions:
-            seen = None if self.visible is None else self.visible.mask(self.seen)
-            self.positions[span] = self._placed(seen, span)
+            self.positions[span] = self._placed(span)
         return self.positions[span]
 
-    def _placed(self, visible: Tensor | None, span: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _placed(self, span: int) -> tuple[Tensor, Tensor, Tensor]:
         """The slots that a token sees hold one text in order, so a slot's position is the number of
         visible slots before it."""
         held = self.held(self.sizes.get(span, self.size))
-        if visible is None:
+        if (visible := self.whole) is None:
             own, place = self.slots[:, 0], held
             return own, place, (place >= 0) & (place <= own)
         place = visible.cumsum(-1) - 1
         own, at = place[:, :, -1:], held.clamp(min=0).expand(*visible.shape[:2], -1)
         return own, place.gather(2, at), visible.gather(2, at) & (held >= 0)
 
-    def _near(self, visible: Tensor | None, window: int, chunk: int) -> Tensor | None:
-        """The part [b, n, m] of `visible` that lies in each token's window and chunk, over the m
-        places of such a layer."""
+    def near(self, window: int, chunk: int) -> Tensor | None:
+        """Which places of a layer each token sees, within its window and chunk, bool [b, n, m];
+        None: see `see`."""
         if not window and not chunk:
-            return visible
-        own, place, near = self._placed(visible, window or chunk)
+            return self.whole
+        own, place, near = self._placed(window or chunk)
         if window:
             near = near & (own - place < window)
         return near & (own // chunk == place // chunk) if chunk else near

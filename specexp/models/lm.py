@@ -41,9 +41,9 @@ class Forward:
 
 class Network(Protocol):
     """What an LM runs: a pass over tokens [B, n] at positions [B, n] that writes keys and values to
-    the slots that the cache is aimed at. Each token reads the slots in `visible`; if that is None,
-    its own slot and all before it (`SlotCache.mask`). A token of -1 is padding: its output and the
-    contents of its slot are unspecified.
+    the slots that the cache is aimed at, and in which each token reads the slots that the cache
+    says it sees (`SlotCache.see`). A token of -1 is padding: its output and the contents of its
+    slot are unspecified.
 
     Returns the logits of the `last` tokens of each row (None: of all; 0: no logits) and, for all
     tokens, the hidden states `taps` concatenated (0: the embeddings; L: the LM head's input; -1:
@@ -60,8 +60,8 @@ class Network(Protocol):
         longer in a larger window; 0: every pass reads all slots of the window, under a mask."""
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]: ...  # fmt: skip
 
 
@@ -138,19 +138,19 @@ class Unfused:
         net = cls(whole, parts, not parts or "position_ids" in takes(whole), cache_name(whole))
         if parts and not parts[-1].states:
             cache = SlotCache(whole.config.get_text_config().num_hidden_layers, 1, 8)
-            recurrent.examine(parts, cache, lambda at, last: net(at, at, None, cache, (), last))
+            recurrent.examine(parts, cache, lambda at, last: net(at, at, cache, (), last))
         return net
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         net = self.module.base_model if last == 0 else self.module
         options: dict[str, Any] = {self.kept: cache}
         if last != 0:
             options |= {"logits_to_keep": last or 0}
         if self.attends:
-            options |= {"position_ids": positions, "attention_mask": self.masks(visible, cache)}
+            options |= {"position_ids": positions, "attention_mask": self.masks(cache)}
         with made_by_last_layer(self.module, -1 in taps) as made:
             out = net(
                 input_ids=tokens.clamp(min=0), use_cache=not self.parts,
@@ -160,9 +160,9 @@ class Unfused:
         hidden = torch.cat(seen, -1) if taps else None
         return None if last == 0 else out.logits[:, -(last or 0) :], hidden
 
-    def masks(self, visible: Branches | None, cache: SlotCache) -> Any:
+    def masks(self, cache: SlotCache) -> Any:
         """The mask that the module is given."""
-        return cache.masks(visible, self.module.dtype)
+        return cache.masks(self.module.dtype)
 
 
 @contextmanager
@@ -282,8 +282,8 @@ class LM:
         **inputs: Tensor,
     ) -> Forward:
         """One pass over tokens [B, n] of the rows of `seqs`, written at slots [B, n], at positions
-        [B, n]; `visible`, `taps`, `last` and `inputs` as in `Network`. `opens` and `start`: see
-        `States.aim`; layers without states ignore them."""
+        [B, n]; `visible` as in `SlotCache.see`, `taps`, `last` and `inputs` as in `Network`.
+        `opens` and `start`: see `States.aim`; layers without states ignore them."""
         assert self.cache is not None, "allocate before the first pass"
         S = seqs.tokens.shape[1]
         self.cache.aim(seqs.rows, slots, S, tokens, visible)
@@ -291,7 +291,7 @@ class LM:
             self.cache.states.aim(seqs.rows, slots, tokens, visible, opens, start)
         if self.context < S:  # only nodes past the limit are clamped, and they are never emitted
             positions = positions.clamp(max=self.context - 1)
-        logits, hidden = self.net(tokens, positions, visible, self.cache, taps, last, **inputs)
+        logits, hidden = self.net(tokens, positions, self.cache, taps, last, **inputs)
         if logits is None:
             return Forward(tokens.new_empty(0), hidden)
         logits = logits[..., : self.vocab]

@@ -40,7 +40,8 @@ WORK = 6e11  # weights times tokens that a probe on a CPU may read
 TREE = Tree((-1, 0, 0, 1, 1, 2, 3, 5))  # the draft on which modules are probed
 # modules in use, by source, files, dtype and device
 _IN_USE: WeakValueDictionary[Any, Any] = WeakValueDictionary()
-_ON_META: dict[tuple[str, torch.dtype], Any] = {}  # modules without weights, by config
+_ON_META: dict[tuple[str, torch.dtype], Any] = {}  # the last modules without weights, by config
+MOST_ON_META = 16  # a deep one takes half a second to make, and some MB
 PROBED: WeakSet[Any] = WeakSet()  # modules whose logits over a tree are their own
 
 
@@ -422,20 +423,19 @@ def _read_weights(config: Any, bare: str, name: str, dtype: str, device: str) ->
 
 
 def _without_weights(config: Any, dtype: torch.dtype) -> Any:
-    """The model on `meta`, kept. Its experts run as those do whose shapes depend on no routing."""
+    """The model on `meta`. Its experts run as those do whose shapes depend on no routing."""
     described = config.to_json_string(use_diff=False), dtype
-    if described not in _ON_META:
+    if (module := _ON_META.pop(described, None)) is None:
         config = copy.deepcopy(config)
         config._experts_implementation = "batched_mm"
         what = f"config.json of {config.name_or_path or 'the model'} describes no model"
-        with (
-            servable.few_tensors(what),
-            torch.device("meta"),
-            refusing(f"{what} that can be built"),
-        ):
-            module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-        _ON_META[described] = module.eval()
-    return _ON_META[described]
+        refused = refusing(f"{what} that can be built")
+        with servable.few_tensors(what), torch.device("meta"), refused:
+            module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    _ON_META[described] = module
+    if len(_ON_META) > MOST_ON_META:
+        del _ON_META[next(iter(_ON_META))]
+    return module
 
 
 def _sizes(config: Any) -> tuple[int, int, int]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from specexp.errors import UserError, first_line
+from specexp.fitting import UNLIMITED
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ class Layer:
         return self.kind in STATES
 
 
-def layers(config: Any, context: int = 1 << 30) -> tuple[Layer, ...]:
+def layers(config: Any, context: int = UNLIMITED) -> tuple[Layer, ...]:
     """The layers of a model with this config. context: its longest text in tokens; a window or
     chunk that is as long counts as none."""
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
@@ -202,7 +203,7 @@ def layer_slots(span: int, slots: int, room: int) -> int:
     return min(slots, -(-(span + PREFILL + room - 1) // 8) * 8) if span else slots
 
 
-def slot_bytes(config: Any, itemsize: int, context: int = 1 << 30) -> list[tuple[int, int]]:
+def slot_bytes(config: Any, itemsize: int, context: int = UNLIMITED) -> list[tuple[int, int]]:
     """Bytes per slot: (span, bytes of keys and values of all layers with this `Layer.span`).
 
     Latent attention keeps the latents instead. Layers that share keys keep none. context: see

@@ -126,7 +126,7 @@ class States:
         start: int | None = None,
     ) -> None:  # fmt: skip
         """Make the next pass start each token [b, n] from the state of the last slot that it sees
-        before its own (`visible`, see `lm.Network`), and leave its state at its own.
+        before its own (`visible`, see `SlotCache.see`), and leave its state at its own.
         `opens`: all tokens before these slots are committed, unlike those before a draft's deeper
         levels. `start`: these are tokens of one text from this slot on, which the modules read
         at once; None: they are read node by node, or by a scan."""

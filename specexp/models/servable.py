@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import safe_open
 
 from specexp.errors import UserError, refusing
+from specexp.fitting import UNLIMITED
 from specexp.models.memory import layers
 from specexp.objects import signature
 
@@ -179,7 +180,7 @@ def limits(config: Any) -> dict[str, int]:
 
 def context_length(config: Any) -> int:
     """The longest sequence, in tokens, that a model with this config can be run on."""
-    return min(limits(config).values(), default=1 << 30)
+    return min(limits(config).values(), default=UNLIMITED)
 
 
 def context_in_words(config: Any) -> str:

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from hashlib import file_digest, sha256
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from specexp import fitting
 from specexp.errors import UserError
@@ -37,6 +37,9 @@ OWN_CODE = Path("own")  # stands for the files of code of one's own (`Known.own_
 Answer: TypeAlias = tuple[Any, Iterable[Path] | None]
 """Plain data, and the files and folders that decide it, names of such that do not exist included;
 None in their place if they are not all known: then the answer is not kept."""
+Kernels: TypeAlias = Literal["compiled", "as found", "not asked"]
+"""What to find out of this machine's kernels: which run once they are compiled, for which it may
+wait; which run as it is; or nothing, since it takes torch."""
 
 
 class Known:
@@ -44,13 +47,11 @@ class Known:
     file changes; `known.cached(f, x)`, if `on_disk`, also in the user's cache folder. A UserError
     or OSError that a function raises is remembered, too, but not on disk.
 
-    may_compile: an answer may wait for a compiler; None: nor is the machine asked what runs on it,
-    which takes torch. `own_files`: the files of one's own code that may run, None if they are not
-    all known.
+    `own_files`: the files of one's own code that may run, None if they are not all known.
     """
 
-    def __init__(self, on_disk: bool = False, may_compile: bool | None = True) -> None:
-        self.on_disk, self.may_compile = on_disk, may_compile
+    def __init__(self, on_disk: bool = False, kernels: Kernels = "compiled") -> None:
+        self.on_disk, self.kernels = on_disk, kernels
         self.own_files: list[Path] | None = None
         self._answers: dict[Any, tuple[Any, Exception | None]] = {}
 

@@ -269,7 +269,7 @@ def keys_in_rings() -> None:
         keys = torch.tensor([[next(written) for _ in line] for line in slots])
         cache.aim(slice(0, 2), torch.tensor(slots), 200, torch.tensor(tokens))
         held = layer.update(keys[:, None, :, None], keys[:, None, :, None])[0][:, 0, :, 0]
-        seen = cache._near(None, window, 0)
+        seen = cache.near(window, 0)
         for row, (text, line, end) in enumerate(zip(texts, slots, ends, strict=True)):
             text |= {s: key for s, key in zip(line, keys[row].tolist(), strict=True) if s < end}
             for node, slot in enumerate(line):
@@ -532,11 +532,11 @@ MUTANTS = [
            {MOVE: f"{MOVE}\n        {MOVE}"}, "texts_in_windows"),
     Mutant("indexer's accepted path left where it was", Slots, "keep",
            {"whole in self.buffers)": "whole in [*self.buffers][:2])"}, "texts_in_windows"),
-    Mutant("window of one position more", SlotCache, "_near",
+    Mutant("window of one position more", SlotCache, "near",
            {"own - place < window": "own - place <= window"}, "texts_in_windows"),
-    Mutant("window of one position less", SlotCache, "_near",
+    Mutant("window of one position less", SlotCache, "near",
            {"own - place < window": "own - place < window - 1"}, "texts_in_windows"),
-    Mutant("chunks begin one position early", SlotCache, "_near",
+    Mutant("chunks begin one position early", SlotCache, "near",
            {"own // chunk == place // chunk": "(own + 1) // chunk == (place + 1) // chunk"},
            "texts_in_windows"),
     Mutant("windows count the slots of a tree", SlotCache, "_placed",

@@ -294,7 +294,7 @@ def test_unknown_token_or_slot_is_refused_before_writing(token, slot):
     tokens, slots = torch.tensor([[1, token]]), torch.tensor([[0, slot]])
     cache.aim(slice(0, 1), slots, 8)
     with pytest.raises(IndexError, match="not below 32, or a slot not below 8"):
-        net(tokens, slots, None, cache, (), None)
+        net(tokens, slots, cache, (), None)
     assert not cache.layers[0].keys.any()
 
 

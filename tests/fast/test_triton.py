@@ -121,9 +121,9 @@ def attended(spoilt: bool, window: int, shape: Tree | None) -> torch.Tensor:
     slots = torch.tensor([[150], [400]]) + torch.arange(n)
     cache = SlotCache([Layer(window=window)], B, S, room=n)
     cache.sizes = {window: S}  # no ring
-    cache.aim(slice(0, B), slots, S)
     visible = shape and Branches(slots[:, :1], shape.nodes("cpu").ancestors)
-    info = AttentionInfo(cache, visible, slots, cache.kinds[0])
+    cache.aim(slice(0, B), slots, S, visible=visible)
+    info = AttentionInfo(cache, slots, cache.kinds[0])
     q = torch.randn(B, 4, n, d, generator=random)
     keys, values = torch.randn(2, B, K, S, d, generator=random)
     for row, slot in enumerate(slots[:, 0].tolist() if spoilt else ()):
@@ -146,7 +146,7 @@ def test_attention_over_strides_of_more_than_32_bits_is_refused():
     B, n, S, K, d = 1, 1, 1 << 18, 2, 16
     cache, slots = SlotCache(1, B, S), torch.zeros(B, n, dtype=torch.int64)
     cache.aim(slice(0, B), slots, S)
-    info = AttentionInfo(cache, None, slots, cache.kinds[0])
+    info = AttentionInfo(cache, slots, cache.kinds[0])
     run = ops.kernels_of(torch.device("cuda")).kernels[fused.attention]
     q, small = torch.randn(B, K, n, d), torch.empty(B, K, S, d, device="meta")
     wide = torch.empty_strided((B, K, S, d), (1 << 31, 64, 1 << 13, 1), device="meta")
@@ -158,7 +158,7 @@ def test_attention_over_strides_of_more_than_32_bits_is_refused():
 def test_attention_over_heads_that_outgrow_a_card_is_refused(dtype, fits):
     cache, slots = SlotCache(1, 1, 8), torch.zeros(1, 1, dtype=torch.int64)
     cache.aim(slice(0, 1), slots, 8)
-    info = AttentionInfo(cache, None, slots, cache.kinds[0])
+    info = AttentionInfo(cache, slots, cache.kinds[0])
     q, keys = torch.randn(1, 2, 1, 512).to(dtype), torch.randn(1, 1, 8, 512).to(dtype)
     run = ops.kernels_of(torch.device("cuda")).kernels[fused.attention]
     assert (run(q, keys, keys, info, 0.1) is not NotImplemented) == fits

@@ -491,7 +491,7 @@ def test_only_a_plan_that_will_run_waits_for_a_compiler(tmp_path, monkeypatch):
     build._loaded.cache_clear()
     file = tmp_path / "own.yaml"
     file.write_text(yaml.safe_dump({"notebook": str(ACCEPTANCE), "fixed": {"device": "cpu"}}))
-    [plan] = grid.load([file], checked=False, on_disk=True, may_compile=False)
+    [plan] = grid.load([file], checked=False, on_disk=True, kernels="as found")
     assert plan.identity.parts["kernels"] == identity.UNCOMPILED
     assert not called.exists()
     [point] = grid.load([file], checked=False, on_disk=True)
@@ -499,7 +499,7 @@ def test_only_a_plan_that_will_run_waits_for_a_compiler(tmp_path, monkeypatch):
     assert point.identity.parts["kernels"] == "not compiled: torch's operations"
     assert changes(point.identity.parts, plan.identity.parts) == {"kernels"}
     assert identity.why_new(plan.identity.parts, point.identity.parts) == identity.UNSURE
-    [again] = grid.load([file], checked=False, on_disk=True, may_compile=False)
+    [again] = grid.load([file], checked=False, on_disk=True, kernels="as found")
     assert again == point, "what was compiled is known"
     build._loaded.cache_clear()
 

@@ -427,6 +427,7 @@ BAD = {
         for name, value in (
             ("num_attention_heads", 0), ("num_attention_heads", 3), ("rms_norm_eps", "small"),
             ("rope_scaling", {"rope_type": "yarn"}), ("draft_vocab_size", -3),
+            ("rope_scaling", "yarn"), ("layer_types", 3),
         )
     },
     "a norm without its tensor": (

@@ -305,8 +305,8 @@ def test_what_a_library_asks_its_cache_for_is_named():
 def test_probe_sees_positions_that_are_slots(name, monkeypatch):
     placed = SlotCache._placed
 
-    def by_slot(self, visible, span):
-        return self.slots[:, 0], self.held(self.size), placed(self, visible, span)[2]
+    def by_slot(self, span):
+        return self.slots[:, 0], self.held(self.size), placed(self, span)[2]
 
     monkeypatch.setattr(SlotCache, "_placed", by_slot)
     with pytest.raises(UserError, match="its logits over a tree differ"):
@@ -354,9 +354,9 @@ def test_probe_passes_on_out_of_memory(monkeypatch):
 
 
 def test_probe_reads_past_the_window(monkeypatch):
-    near = SlotCache._near
+    near = SlotCache.near
     monkeypatch.setattr(
-        SlotCache, "_near", lambda self, seen, window, chunk: near(self, seen, window + 1, chunk)
+        SlotCache, "near", lambda self, window, chunk: near(self, window + 1, chunk)
     )
     with pytest.raises(UserError, match="its logits over a tree differ"):
         of_module(architectures.build("mistral"))

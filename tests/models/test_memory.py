@@ -202,6 +202,15 @@ def test_state_bytes_need_no_weights(name, dtype):
     assert load.state_bytes(net.config, dtype, 5, 1) == held > 0
 
 
+def test_few_modules_without_weights_are_kept(monkeypatch):
+    monkeypatch.setattr(load, "_ON_META", kept := {})
+    monkeypatch.setattr(load, "MOST_ON_META", 2)
+    small = {"vocab_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    for width in (32, 64, 32, 96):
+        load.weight_bytes(LlamaConfig(**small, hidden_size=width), torch.float32)
+    assert [module.config.hidden_size for module in kept.values()] == [32, 96]
+
+
 def test_state_bytes_of_experts_depend_on_no_routing():
     net = architectures.build("qwen3_next")
     held = recurrent.state_bytes(of_module(net).net.parts, 5, 1)

@@ -134,7 +134,7 @@ def layer(width: int, hidden: int, B: int, n: int, S: int, dtype: torch.dtype) -
             op = ops.OPS[operation]
             op.chosen[torch.device("meta")] = op.kernels["cuda"][0]
         with compiling(CARD) as needs, Launched(needs):
-            net(tokens, tokens, None, cache, (), 1)
+            net(tokens, tokens, cache, (), 1)
     names = [need["kernel"] for need in needs]
     _, first, second = (at for at, name in enumerate(names) if name == "rotate_kernel")
     weights = sum(w.nbytes for w in base.layers[1].parameters())

@@ -61,9 +61,9 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
         window: int = 0, visible: Branches | None = None, keys: int = K, width: int = D
     ) -> AttentionInfo:
         cache = SlotCache([Layer(window=window)], B, S, room=n)
-        cache.aim(slice(0, B), slots, S)
+        cache.aim(slice(0, B), slots, S, visible=visible)
         cache.layers[0].lazy_initialization(*[some(B, keys, n, width)] * 2)
-        return AttentionInfo(cache, visible, slots, cache.kinds[0])
+        return AttentionInfo(cache, slots, cache.kinds[0])
 
     line = info()
     [layer] = line.cache.layers
@@ -76,7 +76,7 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     for name, seen in {
         "": line, " of a tree": info(visible=tree), " in a window": info(WINDOW),
     }.items():  # fmt: skip
-        if seen.visible and n >= 64:
+        if seen.cache.visible and n >= 64:
             continue  # a prompt is no tree
         [own] = seen.cache.layers
         most = min(S // 2 + n, seen.cache.kinds[0].window + n if seen.cache.kinds[0].window else S)

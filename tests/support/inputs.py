@@ -426,20 +426,20 @@ def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, in
         cache.layers = [Slots(cache, window)]
     slots = dice.whole(0, S - 2 * n, B, 1) + torch.arange(n, device=dice.device)
     cache.aim(slice(first, first + B), slots, S)
-    visible, positions = None, slots
+    positions = slots
     if block or dice.often():
         b, M = dice.choice([1, B]), n + dice.randint(0, 2)
         own = torch.eye(n, M, dtype=torch.bool, device=dice.device)
         above = (dice.uniform_(b, n, M) < 0.5).tril(-1) | own
         every = torch.arange(M, device=dice.device).expand(b, n, M) < n
-        visible = Branches(slots[:, :1], every if block else above)
+        cache.see(visible := Branches(slots[:, :1], every if block else above))
         positions = slots[:, :1] + visible.ancestors.sum(-1) - 1
     norms = None
     if dice.often():
         norms = [SimpleNamespace(weight=dice.normal(d).to(dtype), variance_epsilon=1e-5)] * 2
         norms = [fused.Norm(norm) for norm in norms]
     layer = SimpleNamespace(heads=K * group, keys=K, norms=norms, cache=cache)
-    return fused.AttentionInfo(cache, visible, positions, cache.kinds[0]), layer, d, dtype
+    return fused.AttentionInfo(cache, positions, cache.kinds[0]), layer, d, dtype
 
 
 def keep(dice: Dice) -> Case:

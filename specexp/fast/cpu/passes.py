@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from specexp.fast.cpu.build import address, addresses, library
-from specexp.tree import Branches
 
 if TYPE_CHECKING:
     from specexp.models.cache import SlotCache
@@ -76,20 +75,20 @@ class Native:
         self.buffers: WeakKeyDictionary[SlotCache, tuple[Any, Any]] = WeakKeyDictionary()
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `Fused.__call__`; logits are float32. Raises IndexError if a token is outside the
         vocabulary or a slot is outside the cache."""
         B, n = tokens.shape
         if B * n > self.by_length_up_to:
-            return self.fused(tokens, positions, visible, cache, taps, last, **inputs)
+            return self.fused(tokens, positions, cache, taps, last, **inputs)
         last, net = n if last is None else last, self.net
         keys, values = self.buffers.get(cache) or self._buffers(cache)
         tapped = (c_int64 * len(taps))(*taps)
         size = cache.layers[0].size
         seen = min(cache.seen, size)
-        near = cache.near(visible, cache.kinds[0])
+        near = cache.near(cache.kinds[0].window, cache.kinds[0].chunk)
         arguments = (tokens, positions, cache.places[size], near, inputs.get("x"))
         packed = [None if x is None else x.contiguous() for x in arguments]
         states = torch.empty(B, n, len(taps) * net.width, dtype=self.dtype) if taps else None

@@ -18,6 +18,7 @@ from specexp.fast.gpu.launches import blocks_of, dependent_launch, power_of_2, w
 from specexp.fast.gpu.laws import counters, is_last, positive_or_one
 from specexp.fast.gpu.layers import KINDS
 from specexp.fast.gpu.paths import shared
+from specexp.fitting import UNLIMITED
 from specexp.tree import Branches
 
 FILLED = 256  # programs that keep a large GPU busy
@@ -238,4 +239,4 @@ def tile_sizes(queries: int, d: int, S: int, heads: int, dtype: torch.dtype) -> 
 
 
 def by_length_up_to(head: Tensor) -> int:
-    return 1 << 30 if head.dtype in KINDS else NotImplemented
+    return UNLIMITED if head.dtype in KINDS else NotImplemented

@@ -23,7 +23,6 @@ from specexp.models.heads.layouts import MASK_EMBEDDING, Head
 from specexp.models.lm import Network, as_operations
 from specexp.models.servable import cache_name
 from specexp.ops import op
-from specexp.tree import Branches
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,8 @@ USUAL = {
 def shape_of(head: Head) -> BlockShape:
     """The shape of a block drafter by its config. Raises UserError for settings that are missing,
     or that are not run here."""
-    subject, setting = f"{head.source} are {head.kind} heads", head.block_setting
-    for name, usual in USUAL.items():
-        if (value := setting(name, usual)) != usual:
-            raise UserError(f"{subject} with {name} {value}, which is not run here")
+    subject, setting = head.subject, head.setting
+    head.insist_on(USUAL)
     if setting("projector_type") == "domino":
         raise UserError(f"{subject} with a Domino projector, which is not run here")
     if (kind := setting("markov_head_type", "vanilla")) not in ("vanilla", "gated"):
@@ -95,33 +92,27 @@ def shape_of(head: Head) -> BlockShape:
             "target_layer_ids"
         )
     layers = layers_config(head.config)
-    rope = layers.rope_parameters or {}
-    if (turned := rope.get("rope_dim", layers.head_dim)) != layers.head_dim:
-        raise UserError(f"{subject} with rope_dim {turned}, which is not run here")
+    head.insist_on({"rope_dim": layers.head_dim})
     own = {"rank": setting("markov_rank", 0)} if head.kind == "dspark" else {}
     if head.kind == "dflash2":
         own = {ours: setting(name) for name, ours in DFLASH2.items()}
         if not all(type(number) is int and number > 0 for number in own.values()):
             raise UserError(f"{subject}; config.json must give {', '.join(DFLASH2)}, all above 0")
     early = head.kind == "dspark" and "speculators_model_type" not in head.config
-    own_head, vocab = "lm_head.weight" in head.shapes, layers.vocab_size
-    if not own_head and setting("draft_vocab_size", vocab) != vocab:
-        raise UserError(f"{subject}; the file lacks lm_head.weight")
     return BlockShape(
-        head.kind, layers, block, mask, head.block_taps, tuple(_spans(head, subject)),
+        head.kind, layers, block, mask, head.block_taps, tuple(_spans(head)),
         from_root=bool(setting("sample_from_anchor", setting("shift_label", early))),
-        draft_vocab=setting("draft_vocab_size", vocab) if own_head else 0,
-        gated=kind == "gated", **own,
+        draft_vocab=head.draft_vocab, gated=kind == "gated", **own,
         embeds_by=float(setting("input_embedding_scale", 1)),
         scale=float(setting("output_multiplier", 1)),
         cap=float(setting("final_logit_softcapping", 0)),
     )  # fmt: skip
 
 
-def _spans(head: Head, subject: str) -> Iterator[tuple[int, bool]]:
+def _spans(head: Head) -> Iterator[tuple[int, bool]]:
     """The window of each layer (0: none), and whether the block is causal in it: by default where
     there is a window."""
-    setting, L = head.block_setting, head.config.get("num_hidden_layers", 1)
+    setting, L = head.setting, head.config.get("num_hidden_layers", 1)
     kinds = head.config.get("layer_types") or ["full_attention"] * L
     if setting("use_swa") and "sliding_attention" not in kinds:
         kinds = ["sliding_attention"] * L
@@ -130,7 +121,7 @@ def _spans(head: Head, subject: str) -> Iterator[tuple[int, bool]]:
         slides = kind == "sliding_attention"
         window = setting("swa_window_size", setting("sliding_window")) if slides else 0
         if slides and (type(window) is not int or window < 1):
-            raise UserError(f"{subject} with windows; config.json gives no sliding_window")
+            raise UserError(f"{head.subject} with windows; config.json gives no sliding_window")
         usual = slides and not setting("sliding_window_non_causal", False)
         yield window, usual if causal is None else bool(causal)
 
@@ -206,8 +197,7 @@ class Block(Borrowing):
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., draft_vocab or V] by states [..., E], without a Markov head's bias."""
-        head = self.lm_head if self.shape.draft_vocab else self.borrowed[1]
-        logits = head(hidden) * self.shape.scale
+        logits: Tensor = self.head(hidden) * self.shape.scale
         return (logits / self.shape.cap).tanh() * self.shape.cap if self.shape.cap else logits
 
     def corrected(self, logits: Tensor, before: Tensor, hidden: Tensor) -> Tensor:
@@ -220,8 +210,8 @@ class Block(Borrowing):
         return logits + bias[..., : logits.shape[-1]]
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, visible: Branches | None, cache: SlotCache,
-        taps: tuple[int, ...], last: int | None, **inputs: Tensor,
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, taps: tuple[int, ...],
+        last: int | None, **inputs: Tensor,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `lm.Network`. With `features` [B, n, E] they are remembered and nothing is returned;
         otherwise the tokens are a block. The only tap, 0, is the states of the logits."""

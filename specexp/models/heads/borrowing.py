@@ -34,6 +34,11 @@ class Borrowing(nn.Module):
         self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.int64))
 
     @property
+    def head(self) -> Any:
+        """Its LM head: its own, or the target's."""
+        return self.lm_head if hasattr(self, "d2t") else self.borrowed[1]
+
+    @property
     def draft_ids(self) -> Tensor:
         """[draft_vocab or V] the target's ids of the tokens it can draft."""
         if not hasattr(self, "d2t"):

@@ -142,11 +142,6 @@ class Eagle(Borrowing):
         """The layers after the first."""
         return list(self.layers)[1:]
 
-    @property
-    def head(self) -> Any:
-        """Its LM head: its own, or the target's."""
-        return self.lm_head if self.shape.draft_vocab else self.borrowed[1]
-
     def fuse(self, features: Tensor) -> Tensor:
         """The target's states [..., taps*E] as features [..., E], which the first pass reads."""
         if not self.shape.fused or not self.shape.fuses:

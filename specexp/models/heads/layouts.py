@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,11 @@ class Head:
         return tensors
 
     @property
+    def subject(self) -> str:
+        """What they are, for the beginning of a message."""
+        return f"{self.source} are {self.kind} heads"
+
+    @property
     def norms(self) -> tuple[str, ...]:
         """The NORMS that are on, by the config itself or its `eagle_config` (ModelOpt), also by
         TensorRT-LLM's and SGLang's names. One that neither mentions is off, as in the `speculators`
@@ -127,13 +132,26 @@ class Head:
         `speculators` format, else of layers. () if none are listed."""
         if listed := self.config.get(BLOCK_TAPS):
             return self._numbers(BLOCK_TAPS, listed)
-        layers = self.block_setting("target_layer_ids", [])
+        layers = self.setting("target_layer_ids", [])
         return tuple(t + 1 for t in self._numbers("target_layer_ids", layers))
 
-    def block_setting(self, name: str, default: Any = None) -> Any:
-        """A setting of a block drafter: of its `dflash_config`, or of the config itself."""
-        named = (part.get(name) for part in (self._part("dflash_config"), self.config))
+    @property
+    def draft_vocab(self) -> int:
+        """The tokens of their own LM head; 0: they have none, and borrow the target's."""
+        few = self.kind != "eagle" and self.setting("draft_vocab_size")
+        return (few or self.config["vocab_size"]) if "lm_head.weight" in self.shapes else 0
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting: of the `dflash_config`, of the config itself, or of its rotation."""
+        rotations = self._part("rope_parameters"), self._part("rope_scaling")
+        named = (part.get(name) for part in (self._part("dflash_config"), self.config, *rotations))
         return next((value for value in named if value is not None), default)
+
+    def insist_on(self, usual: Mapping[str, Any]) -> None:
+        """Raise UserError for a setting with another value than this, the only one run here."""
+        for name, value in usual.items():
+            if (own := self.setting(name, value)) != value:
+                raise UserError(f"{self.subject} with {name} {own}, which is not run here")
 
     def _numbers(self, field: str, listed: Any) -> tuple[int, ...]:
         if not isinstance(listed, list) or not all(type(t) is int and t >= 0 for t in listed):

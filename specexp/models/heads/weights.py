@@ -21,7 +21,8 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
     """Refuse heads of another kind, for another target, or with missing or unknown tensors.
 
     config: the target's. Raises UserError with both numbers, or the names of the tensors."""
-    subject = insist_on_kind(head, *kinds)
+    insist_on_kind(head, *kinds)
+    subject = head.subject
     if head.kind != "medusa":
         for name in NEEDED:
             if not isinstance(head.config.get(name), int):
@@ -37,9 +38,9 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
     if kind := head.config.get("quantization_config"):
         method = kind.get("quant_method", "something") if isinstance(kind, dict) else kind
         raise UserError(f"{subject} quantised by {method}, which are not read here")
-    if head.kind not in ("medusa", *BLOCKS):
-        _insist_on_usual(head, config, subject)
     with refusing(f"{subject}; config.json describes no such layer"), torch.device("meta"):
+        if head.kind != "medusa":
+            _insist_on_usual(head, config)
         net = _build(head, config, None)
     if not isinstance(net, Medusa):
         L, V, mask = config.num_hidden_layers, config.vocab_size, net.shape.mask
@@ -58,30 +59,27 @@ def check(head: layouts.Head, config: Any, target: str, *kinds: str) -> None:
     insist_on_tensors(subject, net, shapes)
 
 
-def _insist_on_usual(head: layouts.Head, config: Any, subject: str) -> None:
-    """Raise UserError for a setting of EAGLE heads that is not run here. config: the target's."""
-    rope = head.config.get("rope_parameters") or head.config.get("rope_scaling") or {}
-    settings = {"logit_scale": 1, "partial_rotary_factor": 1}
-    for name, usual in settings.items():
-        if (value := head.config.get(name, rope.get(name))) not in (None, usual):
-            raise UserError(f"{subject} with {name} {value}, which is not run here")
-    if "sliding_attention" in (head.config.get("layer_types") or []):
-        raise UserError(f"{subject} with windows, which are not run here")
-    if "lm_head.weight" in head.shapes or head.kind not in EAGLE3:
+def _insist_on_usual(head: layouts.Head, config: Any) -> None:
+    """Raise UserError for layers (those of blocks: `shape_of`) or an LM head that are not run here.
+    config: the target's."""
+    if head.kind not in BLOCKS:
+        head.insist_on({"logit_scale": 1, "partial_rotary_factor": 1})
+        if "sliding_attention" in head.setting("layer_types", []):
+            raise UserError(f"{head.subject} with windows, which are not run here")
+    if head.draft_vocab or head.kind == "eagle":
         return
-    if head.config.get("draft_vocab_size") not in (None, config.vocab_size):
-        raise UserError(f"{subject}; the file lacks lm_head.weight")
-    if head.config.get("tie_word_embeddings") and not config.tie_word_embeddings:
-        raise UserError(f"{subject} whose LM head is the embeddings, which is not run here")
+    if head.setting("draft_vocab_size", config.vocab_size) != config.vocab_size:
+        raise UserError(f"{head.subject}; the file lacks lm_head.weight")
+    tied = head.config.get("tie_word_embeddings") and not config.tie_word_embeddings
+    if tied and head.kind in EAGLE3:
+        raise UserError(f"{head.subject} whose LM head is the embeddings, which is not run here")
 
 
-def insist_on_kind(head: layouts.Head, *kinds: str) -> str:
-    """What the heads are, for the beginning of a message. Raises UserError for another kind."""
-    subject = f"{head.source} are {head.kind} heads"
+def insist_on_kind(head: layouts.Head, *kinds: str) -> None:
+    """Raise UserError for heads of another kind."""
     if head.kind not in kinds:
         method = layouts.DRAFTED_BY[head.kind]
-        raise UserError(f"{subject}, and not {' or '.join(kinds)}: use {method}:{head.source}")
-    return subject
+        raise UserError(f"{head.subject}, and not {' or '.join(kinds)}: use {method}:{head.source}")
 
 
 def insist_on_tensors(subject: str, net: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -121,10 +119,8 @@ def _shape(head: layouts.Head, config: Any) -> EagleShape:
     first = "midlayer" if head.kind in EAGLE3 else "layers.0"
     biases = {name: f"{first}.{part}.bias" in own for name, part in BIASES.items()}
     normed = f"{first}.self_attn.q_norm.weight" in own
-    vocab = head.config.get("draft_vocab_size") if head.kind in EAGLE3 else None
     return EagleShape(
-        head.kind, layer_config(head.config | biases, layers, normed),
-        draft_vocab=(vocab or head.config["vocab_size"]) if "lm_head.weight" in own else 0,
+        head.kind, layer_config(head.config | biases, layers, normed), head.draft_vocab,
         taps=states_read(head, config.num_hidden_layers), norms=head.norms,
         fc_bias="fc.bias" in own, biased=f"{first}.self_attn.q_proj.bias" in own,
         mask=head.mask if head.kind == "peagle" else 0,
