@@ -30,16 +30,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexp import objects
-from specexp.tracking import provenance, results
-from specexp.tracking.provenance import PACKAGE
+from specexp.tracking import results
 from specexp.zoo.files import stamp
 from specexp.zoo.known import digest_of
+from specexp.zoo.shelf import PACKAGE, SOURCE
 
 NAME = PACKAGE.name
 ROOMS = ("models", "fast", "drafters", "serving", "measure")  # beside the files at the top
 NAMING = ("serving", "measure")  # rooms whose strings may name a drafter
 DRAFTERS = ("drafter", "rivals")  # parameters that name some
-COMPILED = provenance.SOURCE[1:]
+COMPILED = SOURCE[1:]
 OF_GPU = f"{NAME}/fast/gpu/"
 AT_START = ("sitecustomize", "usercustomize")  # run by every Python, if they are on its path
 ELSEWHERE = " (elsewhere)"  # marks files that are neither specexp's nor beside the notebook

@@ -19,9 +19,8 @@ from typing import Any
 
 from specexp.errors import UserError
 from specexp.zoo import known, naming, shelf
+from specexp.zoo.shelf import PACKAGE, SOURCE
 
-PACKAGE = Path(__file__).resolve().parents[1]
-SOURCE = (".py", ".cpp", ".h", ".cu")
 PACKAGES = ("specexp", "torch", "transformers")
 COMPUTING = (
     "torch", "transformers", "tokenizers", "numpy", "scipy", "triton", "torchao", "gguf",

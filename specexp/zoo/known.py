@@ -22,8 +22,8 @@ from typing import Any, Literal, TypeAlias
 
 from specexp import fitting
 from specexp.errors import UserError
-from specexp.tracking.provenance import PACKAGE, SOURCE
 from specexp.zoo import files, shelf
+from specexp.zoo.shelf import PACKAGE, SOURCE
 
 SHELL = ("_", "SHLVL", "OLDPWD", "COLUMNS", "LINES")  # variables that decide nothing
 TICK = 20_000_000  # ns that a file's time of change may be behind the clock

@@ -16,8 +16,9 @@ from types import ModuleType
 from specexp import fitting
 from specexp.errors import UserError, meant
 
-_ABOVE = Path(__file__).resolve().parents[2]
-CHECKOUT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else None
+PACKAGE = Path(__file__).resolve().parents[1]
+SOURCE = (".py", ".cpp", ".h", ".cu")  # of the package's files, those that are code
+CHECKOUT = PACKAGE.parent if (PACKAGE.parent / "pyproject.toml").is_file() else None
 """The repository that this package is used from; None for an installed package."""
 GET = (
     "an installed specexp has no models of its own: clone the repository, which contains them in "
