@@ -138,10 +138,15 @@ def generation_of(target: Any) -> Any:
     return getattr(target, "generation_config", None) or target.config
 
 
+class Whole(str):
+    """A text in a chat template that has no special tokens where the tokenizer would add some."""
+
+
 def encode(tokenizer: Any, text: str) -> list[int]:
     if not isinstance(text, str):
         raise UserError(f"a prompt is {text!r:.40}; it must be a text")
-    tokens = load.tokens_of(tokenizer, text) if text else []
+    how = {"add_special_tokens": False} if isinstance(text, Whole) else {}
+    tokens = load.tokens_of(tokenizer, text, **how) if text else []
     if not tokens:
         raise UserError("a prompt is empty; give it at least one character")
     return tokens
@@ -149,8 +154,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     """The text that an instruct model continues with its answer, without the special tokens that
-    `encode` puts before every text. `messages`: a conversation in transformers' form that ends with
-    a turn of the user. A template that tells the model the date is given `TODAY`."""
+    `encode` puts before every text but a `Whole` one. `messages`: a conversation in transformers'
+    form that ends with a turn of the user. A template that tells the date is given `TODAY`."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the target's tokenizer has no chat template; leave chat out")
     with refusing("the target's chat template fails"):
@@ -167,10 +172,7 @@ def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     for prompt in (str(text), str(text).removeprefix(tokenizer.bos_token or "")):
         if load.tokens_of(tokenizer, prompt) == tokens:
             return prompt
-    raise UserError(
-        "the target's tokenizer adds special tokens that its chat template has not; write the "
-        "conversation as prompts without chat"
-    )
+    return Whole(text)
 
 
 def request_of(o: dict[str, Any], info: TargetInfo) -> drafters.Request:

@@ -21,16 +21,18 @@ TEMPLATE = """{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }
 TWO = Prompt("q", "math", ("1+1?", "2+2?"), system="Brief")
 
 
-@pytest.fixture(scope="module", params=["bos added", "bos of the template"])
+@pytest.fixture(scope="module", params=["bos added", "bos of the template", "bos for texts"])
 def pairing(request):
     tokenizer = tiny_tokenizer("user: 1+1? assistant: 2\n" * 9)
-    if request.param == "bos added":
+    if request.param != "bos of the template":
         bos = (tokenizer.bos_token, tokenizer.bos_token_id)
         single = f"{bos[0]} $A"
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=single, special_tokens=[bos]
         )
     tokenizer.chat_template = TEMPLATE
+    if request.param == "bos for texts":
+        tokenizer.chat_template = TEMPLATE.removeprefix("{{ bos_token }}")
     return specexp.load(tiny_llama(0, vocab=len(tokenizer)), "ngram", 2, tokenizer=tokenizer)
 
 
