@@ -169,7 +169,8 @@ def _check_texts(spec: dict[str, Any], wrong: Wrong) -> None:
     fits = title is None or (isinstance(title, str) and re.fullmatch(r"\w[\w .-]{0,79}", title))
     if not fits or notebooks.value_problem(title or ""):
         what = "experiment must be a name of up to 80 letters, digits, spaces, dots and dashes"
-        wrong(what, "experiment")
+        read = "" if isinstance(title, str) else f"; YAML reads {title!r:.40}: put it in quotes"
+        wrong(what + read, "experiment")
     timeout = spec.get("timeout_s")
     if timeout is not None and (type(timeout) not in (int, float) or not 0 < timeout < 1e9):
         wrong("timeout_s must be a number of seconds above 0 and below 1.0e+9", "timeout_s")

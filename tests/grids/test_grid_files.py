@@ -348,6 +348,11 @@ BAD = {
     "experiment with slash": (HEAD + "experiment: ../up\ngrid: {x: [1]}", 2, "experiment"),
     "experiment without a name": (HEAD + "experiment: ''\ngrid: {x: [1]}", 2, "experiment"),
     "experiment a list": (HEAD + "experiment: [a]\ngrid: {x: [1]}", 2, "experiment"),
+    "experiment no": (
+        HEAD + "experiment: no\ngrid: {x: [1]}",
+        2,
+        "YAML reads False: put it in quotes",
+    ),
     "experiment long": (HEAD + f"experiment: {'a' * 100}", 2, "experiment"),
     "experiment secret": (HEAD + f"experiment: hf_{'a' * 30}", 2, "experiment"),
     "fixed a list": (HEAD + "fixed: [1]", 2, "fixed must be a mapping"),
