@@ -465,6 +465,7 @@ def draw() -> None:
     by_batch(verifying(), batches()).savefig(MEASURED / "gpu.png", dpi=100)
     pair = specexp.load("target-10m", drafter="sibling-3m", gamma=4)
     out = pair.generate(["def mean(values):"], max_new_tokens=64)
+    figures.style.subject(str(pair))
     figures.rounds.strip(out, most=12).savefig(MEASURED / "quickstart.png", dpi=100)
 
 
