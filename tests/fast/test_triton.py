@@ -360,7 +360,7 @@ def test_pass_through_kernels_matches_transformers(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "gemma4_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "gemma4_text, global heads", "qwen3_next"])
 def test_lighter_pass_through_kernels_matches_transformers(name):
     """Caps, sinks, windows, layers that share keys, states; over a tree, and without a mask."""
     module = architectures.build(name, torch.float32)
