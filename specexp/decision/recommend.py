@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from itertools import chain, groupby
+from itertools import groupby
 from math import log
 from operator import attrgetter
 from pathlib import Path
@@ -210,10 +210,7 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
     measurements first. target: a name, folder or hub id, or its last part. runs: by default the
     newest result of each point on each machine. Raises UserError if there are none."""
     if runs is None:
-        by_machine = dict[Machine, list[Path]]()
-        for folder in filter(results.intact, results.listed("results")):
-            by_machine.setdefault(machine_of(report.Run(folder)), []).append(folder)
-        runs = chain.from_iterable(map(report.newest, by_machine.values()))
+        runs = report.newest(filter(results.intact, results.listed("results")), machine_of)
     known = [(run, params) for run in runs if (params := params_of(run)).get("target")]
     targets = {params["target"] for _, params in known}
     place_of = cache(_place)

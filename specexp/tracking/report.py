@@ -11,7 +11,7 @@ import base64
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby, islice
@@ -170,15 +170,15 @@ def with_keys(keys: Iterable[str]) -> list[Run]:
     return newest(filter(results.intact, (f for f in results.listed("results") if f.name in named)))
 
 
-def newest(folders: Iterable[Path]) -> list[Run]:
-    """The newest of intact results of each point and its rivals, by experiment and name."""
+def newest(folders: Iterable[Path], apart: Callable[[Run], Any] = lambda run: None) -> list[Run]:
+    """The newest of intact results of each point, for each value of `apart`; its rivals, too."""
     ordered = sorted(map(Run, folders), key=attrgetter("ended"))
     each = (
         Run(run.folder, rival) if rival else run
         for run in ordered
         for rival in results.runs_in(run.result)
     )
-    latest = {run.point: run for run in each}
+    latest = {(run.point, apart(run)): run for run in each}
     return sorted(latest.values(), key=lambda run: (run.experiment, run.label))
 
 
