@@ -301,7 +301,7 @@ class Engine:
                 raise NonFiniteLogits(
                     f"{step.broken} in row {step.row + 1}: no token of it was kept"
                 )
-        return Round(end_s, len(tree), tree.depth, tuple(live))
+        return Round(end_s, tree.depth, tuple(live))
 
 
 @op

@@ -98,6 +98,13 @@ class Verdict:
     n: Tensor
     new: Tensor
 
+    @classmethod
+    def empty(cls, draft: Draft) -> Verdict:
+        """One on this draft whose tensors are still to be written."""
+        B, D = len(draft.tokens), draft.nodes.deepest
+        path, new = (draft.tokens.new_empty(B, D + 1) for _ in range(2))
+        return cls(path, draft.tokens.new_empty(B), new)
+
 
 @dataclass
 class Sequences:

@@ -48,10 +48,9 @@ def steps_of_report(
 
 class Round(NamedTuple):
     """One round of a batch. `end_s`: seconds from the start of the generation until its report was
-    on the host; `nodes`, `depth`: of its tree; `steps`: of its live rows."""
+    on the host; `depth`: of its tree; `steps`: of its live rows."""
 
     end_s: float
-    nodes: int
     depth: int
     steps: tuple[Step, ...]
 

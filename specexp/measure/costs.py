@@ -143,9 +143,8 @@ def measure(
     draft, whole = _quartiles(rounds, *shape)
     draft, verify = _split(draft, whole)
     prefill, catch_up = _quartiles(reads, len(lengths))
-    tokens = (g + 1 for g in gammas)
     return Costs(
-        about(engine), tuple(batches), tuple(tokens), tuple(contexts),
+        about(engine), tuple(batches), tuple(contexts),
         verify, tuple(gammas), draft, tuple(lengths), prefill, catch_up,
     )  # fmt: skip
 

@@ -211,10 +211,9 @@ def shipped_costs() -> Costs:
     """The times of rounds of target-10m with sibling-3m that data/measurements holds."""
     file = json.loads((SHIPPED.parent / "measurements" / "load_aware.json").read_text())
     costs = file["costs"]
-    gammas = tuple(costs["gammas"])
     none = np.zeros(1)
     return Costs(
-        file["about"], tuple(costs["batches"]), tuple(1 + g for g in gammas),
-        tuple(costs["contexts"]), np.array(costs["verify_ms"]) / 1e3, gammas,
+        file["about"], tuple(costs["batches"]), tuple(costs["contexts"]),
+        np.array(costs["verify_ms"]) / 1e3, tuple(costs["gammas"]),
         np.array(costs["draft_ms"]) / 1e3, (1,), none, none,
     )  # fmt: skip

@@ -80,8 +80,7 @@ class Fit:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Tables of seconds over axes that rise strictly; `tokens` (fed a row, gamma + 1) starts at 1
-    and `gammas` at 0.
+    """Tables of seconds over axes that rise strictly; `gammas` starts at 0.
 
     about: target, drafter, rule, dtype, device and sizes, plain values that JSON knows.
     draft [batch, gamma, context]: making the draft; 0 at gamma 0.
@@ -95,7 +94,6 @@ class Costs:
 
     about: dict[str, Any]
     batches: tuple[int, ...]
-    tokens: tuple[int, ...]
     contexts: tuple[int, ...]
     verify: np.ndarray
     gammas: tuple[int, ...]
@@ -105,10 +103,9 @@ class Costs:
     catch_up: np.ndarray
 
     def __post_init__(self) -> None:
-        for name, first in {"tokens": 1, "gammas": 0}.items():
-            if getattr(self, name)[:1] != (first,):
-                raise UserError(f"{name} {list(getattr(self, name))} must start at {first}")
-        for name in ("batches", "tokens", "contexts", "gammas", "lengths"):
+        if self.gammas[:1] != (0,):
+            raise UserError(f"gammas {list(self.gammas)} must start at 0")
+        for name in ("batches", "contexts", "gammas", "lengths"):
             axis = getattr(self, name)
             if not axis or any(b <= a for a, b in pairwise(axis)):
                 raise UserError(f"{name} {list(axis)} must rise from point to point")
@@ -120,6 +117,11 @@ class Costs:
             positive = table > 0 if name == "verify" else table >= 0
             if not (np.isfinite(table) & positive).all():
                 raise UserError(f"{name} holds times that are not positive and finite")
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens fed a row: the draft tokens and the last committed one."""
+        return tuple(1 + gamma for gamma in self.gammas)
 
     def verify_s(self, batch: float, tokens: float, context: float) -> float:
         """All of a round but drafting, `tokens` a row. Linear between the points and beyond the
@@ -148,10 +150,9 @@ class Costs:
 
     def upto(self, deepest: int) -> Costs:
         """This table without longer drafts than that."""
-        n = sum(tokens <= 1 + deepest for tokens in self.tokens)
-        m = sum(gamma <= deepest for gamma in self.gammas)
-        return replace(self, tokens=self.tokens[:n], verify=self.verify[:, :n],
-                       gammas=self.gammas[:m], draft=self.draft[:, :m])  # fmt: skip
+        n = sum(gamma <= deepest for gamma in self.gammas)
+        return replace(self, gammas=self.gammas[:n], verify=self.verify[:, :n],
+                       draft=self.draft[:, :n])  # fmt: skip
 
     @property
     def packs(self) -> bool:
@@ -219,12 +220,11 @@ class Costs:
     def load(cls, path: str | Path) -> Costs:
         """Raises UserError when the file cannot be read or holds no cost table."""
         try:
-            fields = json.loads(Path(path).read_text())
-            for name in cls.__annotations__:
-                if name in AXES:
-                    fields[name] = np.array(fields[name], float)
-                elif name != "about":
-                    fields[name] = tuple(int(x) for x in fields[name])
+            kept = json.loads(Path(path).read_text())
+            fields = {name: kept[name] for name in cls.__annotations__}
+            for name in fields.keys() - {"about"}:
+                value = fields[name]
+                fields[name] = np.array(value, float) if name in AXES else tuple(map(int, value))
             return cls(**fields)
         except OSError as e:
             raise UserError(f"cannot read {path}: {e.strerror}; make it: specexp profile") from e

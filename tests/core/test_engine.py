@@ -139,7 +139,7 @@ def test_drafter_catches_up_after_rounds_without_a_draft(kind, pattern):
     told = [0] * len(PROMPTS)
     for round_ in found.trace.rounds:
         for step in round_.steps:
-            if step.draft and round_.nodes > 1 and len(PROMPTS[step.row]) > 1:
+            if step.draft and round_.depth and len(PROMPTS[step.row]) > 1:
                 seqs = Sequences.of([texts[step.row]], 8, slack=6, streams=[step.row])
                 if kind != "planted":
                     seqs = fresh.begin(seqs)

@@ -44,7 +44,7 @@ def test_acceptance_identities_hold_for_any_history(history):
 
 @given(steps())
 def test_acceptance_of_rows_adds_up_to_the_whole(history):
-    trace = Trace(3, rounds=[Round(1.0, 7, 6, tuple(history))])
+    trace = Trace(3, rounds=[Round(1.0, 6, tuple(history))])
     assert Acceptance.pooled(trace.by_row) == trace.acceptance
 
 
@@ -89,7 +89,7 @@ def test_engine_counts_match_a_recount_of_its_tokens():
 
 
 def test_times_add_up_to_prefill_and_decoding():
-    rounds = [Round(0.3, 4, 3, (Step(0, 3, 2, 3), Step(1, 3, 0, 1))), Round(0.5, 4, 3, (Step(0, 3, 3, 4),))]  # fmt: skip # noqa: E501
+    rounds = [Round(0.3, 3, (Step(0, 3, 2, 3), Step(1, 3, 0, 1))), Round(0.5, 3, (Step(0, 3, 3, 4),))]  # fmt: skip # noqa: E501
     trace = Trace(2, prefill_s=0.1, rounds=rounds)
     assert trace.ttft_s == 0.3
     assert trace.decode_s == pytest.approx(0.4)

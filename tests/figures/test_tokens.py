@@ -20,7 +20,7 @@ PAIRING = SimpleNamespace(decode=lambda ids: "".join(f"{token} " for token in id
 
 
 def rounds(*steps: Step) -> list[Round]:
-    return [Round(1.0, 4, 3, (step,)) for step in steps]
+    return [Round(1.0, 3, (step,)) for step in steps]
 
 
 def styled(text) -> list[tuple[str, str]]:
@@ -56,7 +56,7 @@ def test_plain_steps_are_plain():
 
 
 def test_a_row_of_a_batch_has_its_own_rounds():
-    both = [Round(1.0, 4, 3, (Step(0, 3, 1, 2, (1, 2, 3)), Step(1, 3, 3, 4, (5, 6, 7))))]
+    both = [Round(1.0, 3, (Step(0, 3, 1, 2, (1, 2, 3)), Step(1, 3, 3, 4, (5, 6, 7))))]
     text = tokens.stream(PAIRING, both, [5, 6, 7, 8], row=1)
     assert [part for part, _ in styled(text)] == ["5 6 7", "8"]
 

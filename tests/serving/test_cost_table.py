@@ -71,7 +71,7 @@ def test_below_first_point_is_constant():
 def test_axis_of_one_point_is_constant():
     table = rough()
     one = Costs(
-        ABOUT, (4,), (1,), (64,), table.verify[2:3, :1, :1], (0,), table.draft[2:3, :1, :1],
+        ABOUT, (4,), (64,), table.verify[2:3, :1, :1], (0,), table.draft[2:3, :1, :1],
         (16,), table.prefill[1:2], table.catch_up[1:2],
     )  # fmt: skip
     assert one.verify_s(99, 9, 999) == table.verify[2, 0, 0]
@@ -185,7 +185,6 @@ def damaged(**changes):
         "{",
         "[]",
         "{}",
-        damaged(more=1),
         damaged(verify=[[1.0]]),
         damaged(verify=None),
         damaged(batches=[1, 2, 2, 4, 8]),
@@ -202,6 +201,12 @@ def test_damaged_file_is_one_line_with_the_fix(tmp_path, text):
     with pytest.raises(UserError, match=r"holds no cost table.*delete it.*specexp profile") as e:
         Costs.load(file)
     assert "\n" not in str(e.value)
+
+
+def test_fields_of_another_version_are_left_out(tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(damaged(tokens=[1, 2, 4, 6]))
+    assert Costs.load(file).tokens == (1, 2, 4, 6)
 
 
 def test_missing_file_says_how_to_make_it(tmp_path):

@@ -16,10 +16,9 @@ def planted(
 ) -> Costs:
     """A table of passes that are exactly a floor and two slopes; a draft token costs `draft`."""
     law = Fit(floor, token, slot, 1.0)
-    tokens = tuple(g + 1 for g in GAMMAS)
     return Costs(
-        ABOUT, BATCHES, tokens, CONTEXTS,
-        np.array([[[law.pass_s(b, n, c) for c in CONTEXTS] for n in tokens] for b in BATCHES]),
+        ABOUT, BATCHES, CONTEXTS,
+        np.array([[[law.pass_s(b, 1 + g, c) for c in CONTEXTS] for g in GAMMAS] for b in BATCHES]),
         GAMMAS, np.array([[[draft * g for _ in CONTEXTS] for g in GAMMAS] for _ in BATCHES]),
         LENGTHS, np.array([1e-3, 2e-3, 8e-3]), np.array([0.0, 1e-3, 2e-3]),
     )  # fmt: skip
@@ -29,8 +28,7 @@ def rough(seed: int = 0) -> Costs:
     """A table without any order in it: slopes up and down."""
     rng = np.random.default_rng(seed)
     shape = len(BATCHES), len(GAMMAS), len(CONTEXTS)
-    tokens = tuple(g + 1 for g in GAMMAS)
     return Costs(
-        ABOUT, BATCHES, tokens, CONTEXTS, rng.uniform(1e-3, 1, shape), GAMMAS,
+        ABOUT, BATCHES, CONTEXTS, rng.uniform(1e-3, 1, shape), GAMMAS,
         rng.uniform(0, 1, shape), LENGTHS, rng.uniform(1e-3, 1, 3), rng.uniform(0, 1, 3),
     )  # fmt: skip

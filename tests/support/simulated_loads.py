@@ -31,7 +31,7 @@ def table(dear: dict[int, float] | None = None, packs: bool = False, **law: floa
     draft = [[[each * g] for g in CHAINS] for _ in BATCHES]
     return Costs(
         {"passes": "native" if packs else "fused"},
-        BATCHES, tuple(g + 1 for g in CHAINS), (512,), np.array(verify), CHAINS, np.array(draft),
+        BATCHES, (512,), np.array(verify), CHAINS, np.array(draft),
         (1, 1000), np.array([1e-3, 1e-1]), np.array([1e-4, 1e-2]),
     )  # fmt: skip
 

@@ -215,10 +215,11 @@ def follow(draft: Draft, sample: Tensor) -> Verdict:
     (B, N), parents = draft.tokens.shape, draft.nodes.parents
     if not integers(draft.tokens, sample, parents) or sample.shape != (B, N):
         return NotImplemented
-    path, n, new = _verdict(draft)
-    shape = B, N, path.shape[1], len(parents) == 1
-    build.functions().follow(*shape, draft.tokens, sample, parents, path, n, new)
-    return Verdict(path, n, new)
+    result = Verdict.empty(draft)
+    shape = B, N, result.path.shape[1], len(parents) == 1
+    parts = result.path, result.n, result.new
+    build.functions().follow(*shape, draft.tokens, sample, parents, *parts)
+    return result
 
 
 @compiled(rules.Reject.__call__)
@@ -240,21 +241,14 @@ def _judged(rule: str, lenience: float, draft: Draft, p: Tensor, rng: Rng) -> Ve
     if not integers(draft.tokens, children, draft.keys):
         return NotImplemented
     (B, N, V), (b, _, K) = p.shape, children.shape
-    path, n, new = _verdict(draft)
-    shape = B, N, V, path.shape[1], K, b == 1, torch.get_num_threads()
+    result = Verdict.empty(draft)
+    shape = B, N, V, result.path.shape[1], K, b == 1, torch.get_num_threads()
     chance = rng.salt(ACCEPT), rng.salt(RESIDUAL), float(lenience)
     arguments = draft.tokens, children, draft.keys, p, q, p.new_empty(B, 4, V)
     judge = getattr(build.functions(), rule)
-    if not judge(*shape, *chance, *arguments, path, n, new):
+    if not judge(*shape, *chance, *arguments, result.path, result.n, result.new):
         raise IndexError(f"a draft token is outside the vocabulary of {V} tokens")
-    return Verdict(path, n, new)
-
-
-def _verdict(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised path [B, D + 1], n [B] and new [B, D + 1] of a verdict."""
-    B, D = len(draft.tokens), draft.nodes.deepest
-    path, new = (torch.empty(B, D + 1, dtype=torch.int64) for _ in range(2))
-    return path, torch.empty(B, dtype=torch.int64), new
+    return result
 
 
 # --- drafters/ ------------------------------------------------------------------------------------

@@ -80,13 +80,6 @@ def walkable(draft: Draft) -> bool:
     return N <= LARGEST and all(x.is_contiguous() for x in parts)
 
 
-def empty_verdict(draft: Draft) -> Verdict:
-    """A verdict on this draft whose tensors are still to be written."""
-    B, D = len(draft.tokens), draft.nodes.deepest + 1
-    path, new = (draft.tokens.new_empty(B, D) for _ in range(2))
-    return Verdict(path, draft.tokens.new_empty(B), new)
-
-
 def tree_sizes(draft: Draft) -> dict[str, int]:
     N, D = draft.tokens.shape[1], draft.nodes.deepest + 1
     return {"N": N, "D": D, "WIDE": power_of_2(N), "LEVELS": power_of_2(D)}
@@ -95,7 +88,7 @@ def tree_sizes(draft: Draft) -> dict[str, int]:
 def follow(draft: Draft, sample: Tensor, first: bool = False) -> Verdict:
     if not walkable(draft) or sample.dtype != torch.int64:
         return NotImplemented
-    nodes, result = draft.nodes, empty_verdict(draft)
+    nodes, result = draft.nodes, Verdict.empty(draft)
     trees = nodes.parents, nodes.depth, nodes.ancestors
     follow_kernel[len(sample),](
         draft.tokens.contiguous(), sample.contiguous(), *trees, result.path, result.n, result.new,

@@ -33,7 +33,6 @@ from specexp.fast.gpu.laws import (
 from specexp.fast.gpu.paths import (
     accepted_path,
     at_depth,
-    empty_verdict,
     follow,
     shared,
     tree_sizes,
@@ -360,7 +359,7 @@ def judged(draft: Draft, seen: Any, engine: Any) -> Verdict:
         purpose = TOKEN if type(rule) is Match else None
         return follow(draft, draw(noise, rows, keys, purpose, laws, logit_scale(sampling)))
 
-    whole, result = type(rule) is Block, empty_verdict(draft)
+    whole, result = type(rule) is Block, Verdict.empty(draft)
     K = 1 if whole else nodes.children.shape[-1]
     ok, notes = keys.new_empty(B, N, dtype=torch.int32), laws.new_empty(B, N, K, 4)
     drafted = rows if q is None else q
