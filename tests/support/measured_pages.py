@@ -72,14 +72,17 @@ def results() -> str:
     file, table = load("drafters"), drafters().set_index("drafter")
     params = file["params"]
     judged = stages("pair")["round"]
+    alone = batches().set_index(["arm", "batch"]).loc[(f"γ = {judged['gamma']}", 1), "value"]
     head = (
-        f"Greedy decoding of one stream: `{params['target']}` on {file['device']}, "
+        f"Greedy decoding of one stream: `{params['target']}`, of the *zoo* (small models in "
+        f"`data/zoo`), on {file['device']}, "
         f"{params['gamma']} draft tokens, {params['limit']} prompts "
         "([data](data/measurements/drafters.json)). "
         "A *plain step* is the time of a token of plain decoding. Lookups (`suffix`, `ngram`) copy "
         "earlier text and often draft fewer tokens than they may. The last row is on an "
         f"NVIDIA {gpu_of('pair')}, with {judged['gamma']} draft tokens and "
-        f"{judged['texts']} prompts, too few for an interval; its weights are random, so only its "
+        f"{judged['texts']} prompts, too few for an interval (in the figure above, one stream is "
+        f"one prompt, at {alone:.2f}x); its weights are random, so only its "
         "costs are those of a real pair ([data](data/measurements/gpu_pair.json)).\n"
     )
     rows = "".join(row(table.loc[name], label) for name, label in SHOWN.items())
@@ -193,10 +196,10 @@ def gpu() -> str:
         if r["policy"] == "always:4"
     )
     return (
-        f"On the {gpu_of('passes')} (bfloat16), a token takes {one['ms']:.1f} ms "
+        f"On the {gpu_of('passes')} (bfloat16), a plain 8B step takes {one['ms']:.1f} ms "
         f"({one['of_copy']['value']:.0%} of memory-copy bandwidth). The 8B pair runs at "
         f"{assisted:.1f}x transformers' assisted generation, but at "
-        f"{loss[loss.index.max()]:.2f}x plain decoding in a batch of {loss.index.max()}; the "
+        f"{loss[loss.index.max()]:.2f}x plain decoding at batch {loss.index.max()}; the "
         f"zoo's pair serves one stream at {alone} and 256 at {crowd}. "
     ).replace("%", " %")
 
