@@ -174,7 +174,8 @@ class Acceptance:
     def __str__(self) -> str:
         a_pass = f"{self.emitted / self.passes:.2f} per pass" if self.passes else "none"
         if self.cut:
-            a_pass += f", {self.length:.2f} with the {self.cut} cut off at the end"
+            lost = counted(self.cut, "token")
+            a_pass += f", {self.length:.2f} counting {lost} cut off at the end"
         drafted = counted(self.drafted, "draft token")
         rate = f"; acceptance rate {self.rate:.0%}, {self.accepted} of {drafted}"
         passes = counted(self.passes, "target pass", "es")

@@ -88,9 +88,10 @@ def speeds(device: torch.device) -> Table:
     counts = (1, 2, 6, 16, 64)
     size = sum(w.numel() for w in matrices(device)) / 1e6
     title = (
-        f"speed of matrix products with {size:.0f} million weights, most of what a target pass is: "
-        "the time for 1 token, the weights that are read in it, and the time for n tokens as a "
-        "multiple of it; near 1x, checking a draft of n - 1 tokens is cheap"
+        f"speed of matrix products with {size:.0f} million weights, which make up most of a target "
+        "pass: the time for 1 token, the rate at which it reads the weights, and the time for n "
+        "tokens as a multiple of that for 1; where it is near 1x, checking n - 1 draft tokens is "
+        "cheap"
     )
     several = (f"{n} tokens" for n in counts[1:])
     table = terminal.table(title, "dtype", "1 token", "weights read", *several)

@@ -248,6 +248,6 @@ def theory(
     opt.say(
         f"tokens per target pass  {prediction.tokens_per_pass:.4g}",
         f"speedup                 {prediction.speedup:.4g}x",
-        f"arithmetic              {prediction.operations:.4g}x that of plain decoding",
+        f"arithmetic operations   {prediction.operations:.4g}x those of plain decoding",
         f"fastest draft length    {best}, at this alpha and cost",
     )

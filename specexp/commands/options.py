@@ -18,7 +18,7 @@ from specexp.terminal import Terminal, harmless
 console = Terminal(markup=False, emoji=False, highlight=False)  # messages are not markup
 PANELS = {  # of --help, and the parameters in each
     "Models": ("target", "drafter", "dtype", "device"),
-    "Drafting": ("gamma", "tree", "rule", "policy"),
+    "Drafting": ("gamma", "tree", "rule"),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "sampling", "seed"),
     "Prompts": ("prompts", "limit", "chat", "max_new_tokens"),
 }

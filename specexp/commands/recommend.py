@@ -27,10 +27,10 @@ def recommend(
         "", help="The target, as in the results. Default: every target.", metavar="TARGET"
     ),
     out: Path | None = opt.own(
-        "Write the first table's speedups by batch size as CSV, and a figure beside."
+        "Write the first table's speedups by batch size as CSV, and a figure beside it."
     ),
     grid: Path | None = opt.own(
-        "Write a grid file that measures, in larger batches, what pays in all of the first table."
+        "Write a grid file that tries, in larger batches, what pays in the first table's largest."
     ),
     as_json: bool = opt.AS_JSON,
 ) -> None:

@@ -13,7 +13,7 @@ from specexp.errors import UserError
 
 app = typer.Typer(
     cls=opt.Group,
-    help="Check results, and publish them to MLflow's own database or to any server.",
+    help="Check results, and publish them to MLflow: to the store's own database or to any server.",
     no_args_is_help=True,
 )
 

@@ -113,8 +113,12 @@ def _vllm_of_one_length(own: dict[str, Any], most: int, draft: int) -> str:
             raise _Cannot(f"drafts with all {heads} heads: measure gamma {heads}")
         needs = '"medusa_fc_bias": true in config.json, if its layers have biases'
     own |= {"num_speculative_tokens": draft}
-    note = f"for at most {counted(most, 'request')} at once, always on; needs {needs}"
-    return f"--speculative-config {shlex.quote(json.dumps(own))}  # {note}"
+    return f"--speculative-config {shlex.quote(json.dumps(own))}  {_until(most)}; needs {needs}"
+
+
+def _until(most: int) -> str:
+    """The comment on options that know no load."""
+    return f"# drafts at any load: use it for at most {counted(most, 'request')} at once"
 
 
 def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
@@ -122,12 +126,12 @@ def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
              "dflash": "DFLASH", "dflash2": "DFLASH", "dspark": "DSPARK"}  # fmt: skip
     orders = {"ngram": "BFS", "suffix": "PROB"}  # what followed last, and what did most often
     most, draft = next(iter(schedule.items()))
-    note = f"# for at most {counted(most, 'request')} at once, always on"
+    note = _until(most)
     if order := orders.get(method):
         return (
             f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {draft + 1} "
             f"--speculative-ngram-max-bfs-breadth 1 --speculative-ngram-match-type {order}  "
-            f"{note}; looks up in the output of all requests and the ends of their prompts, so "
+            f"{note}; it copies from the output of all requests and the ends of their prompts, so "
             "measure its acceptance there"
         )
     options = [f"--speculative-algorithm {names.get(method) or _no()}"]
@@ -135,7 +139,7 @@ def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
     if method in ("dflash", "dflash2"):
         options.append(f"--speculative-dflash-block-size {draft + 1}")
     elif method == "dspark":
-        note += ", with the draft length of the checkpoint"
+        note += "; the draft length is the checkpoint's"
     else:
         options.append(f"--speculative-num-steps {draft} --speculative-eagle-topk 1")
         options.append(f"--speculative-num-draft-tokens {draft + 1}")
@@ -177,7 +181,7 @@ def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
         own = f"--spec-type {kind}{lookup} --spec-draft-n-max {draft} --spec-draft-model DRAFT.gguf"
     else:
         _no()
-    return f"{own} -np {most}  # at most {counted(most, 'request')} at once, always on"
+    return f"{own} -np {most}  # drafts at any load: admits {counted(most, 'request')} at once"
 
 
 def _transformers(method: str, argument: str, schedule: dict[int, int]) -> str:

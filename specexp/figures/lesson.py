@@ -127,7 +127,7 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
         left.plot(passes["tokens"], passes["tokens"], ":", color=style.PLAIN,
                   label="as many passes of one token")  # fmt: skip
         right.plot(drafts["gamma"], drafting, "o-", color=style.PREDICTED)
-        right.set(ylabel="plain steps", ylim=(0, None))
+        right.set(ylabel="time to draft, in plain steps", ylim=(0, None))
         style.gamma_axis(right, drafts["gamma"])
         each = drafting.sum() / drafts["gamma"].sum()
         style.title(figure, f"A pass over {last['tokens']:.0f} tokens takes "

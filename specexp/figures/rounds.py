@@ -44,7 +44,7 @@ def strip(output: Output, most: int = 16) -> Figure:
         axes.set(xlabel="one line per round: accepted/drafted, then its tokens", xticks=[])
         axes.invert_yaxis()
         axes.grid(False)
-        style.title(figure, f"One of the prompts: {output.trace.by_row[0]}{only}")
+        style.title(figure, f"One output: {output.trace.by_row[0]}{only}")
     return figure
 
 

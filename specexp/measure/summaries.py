@@ -296,8 +296,7 @@ def verdict(row: pd.Series) -> str:
     words, value = statistics.verdict(speedup), f"{speedup.value:.2f}x"
     picked = f"{row.get('measured', speedup.value):.2f}x"
     luck = f" ({picked} without cross-validation)" * (picked != value)
-    before, after = (f" {words}", "") if words == "faster" else ("", f": {words}")
-    return f"{value}{before} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}{after}"
+    return f"{value} [{speedup.low:.2f}, {speedup.high:.2f}]{luck}: {words}"
 
 
 def doubt_of_speedups(measured: pd.DataFrame) -> str:

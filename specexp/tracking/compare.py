@@ -52,7 +52,9 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
     lengths and the check's power if it asks about others. What tells runs apart is never cut."""
     view = overview(runs.drop(columns="experiment"))
     if {"speedup", "regret", "replicas"} & {*view}:
-        left_out = [c for c in view if c in ("exact to", "length") or c.startswith("accepted: ")]
+        left_out = [
+            c for c in view if c in ("detects a bias of", "length") or c.startswith("accepted: ")
+        ]
         view = view.drop(columns=left_out)
     title = Text(experiment, "table.title")
     mark = " simulated"
@@ -105,7 +107,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     view["accepted"] = _metric(runs, "acceptance/rate", "{:.0%}", "acceptance/rate_ci")
     view["length"] = _metric(runs, "acceptance/length", "{:.2f}")
     view["predicted"] = _metric(runs, "speedup/predicted", "{:.2f}x")
-    view["largest batch"] = _metric(runs, "speedup/at_largest_batch", "{:.2f}x")
+    view["in the largest batch"] = _metric(runs, "speedup/at_largest_batch", "{:.2f}x")
     view["slower in a batch of"] = _metric(runs, "throughput/crossing_batch", "{:.0f}")
     view["TTFT p95"] = _metric(runs, "latency/ttft_p95_ms", "{:.0f} ms")
     view["TPOT p95"] = _metric(runs, "latency/tpot_p95_ms", "{:.0f} ms")
@@ -114,7 +116,7 @@ def overview(runs: pd.DataFrame) -> pd.DataFrame:
     exact = _metric(runs, "exact/pass", "{:.0f}").map({"1": "yes", "0": "BUG", "": ""})
     lossy = (exact == "BUG") & (runs.get("metrics.exact/bugs", 1) == 0)
     view["exact"] = exact.mask(lossy, "lossy")
-    view["exact to"] = _metric(runs, "exact/detectable_tv", "TV {:.2f}")
+    view["detects a bias of"] = _metric(runs, "exact/detectable_tv", "TV {:.2f}")
     several = categories(runs)
     for category in several if len(several) > 1 else ():  # one is all that was accepted
         name, ends = f"category/{category}", f"category_ci/{category}"

@@ -102,7 +102,7 @@ def test_times_add_up_to_prefill_and_decoding():
     ("drafted", "emitted", "cut", "histogram", "words"),
     [
         (24, 21, 1, (2, 1, 2, 3),
-         "21 tokens in 8 target passes: 2.62 per pass, 2.75 with the 1 cut off at the end; "
+         "21 tokens in 8 target passes: 2.62 per pass, 2.75 counting 1 token cut off at the end; "
          "acceptance rate 58%, 14 of 24 draft tokens"),
         (1, 2, 0, (0, 1),
          "2 tokens in 1 target pass: 2.00 per pass; acceptance rate 100%, 1 of 1 draft token"),

@@ -451,7 +451,7 @@ def test_an_engine_with_one_draft_length_is_told_the_batches_that_it_pays_in():
     written = engines.options(plan("ngram", [(2, 6), (8, 2)]), "target-10m")
     assert "-draft-tokens 7 " in written["SGLang"]
     assert "for at most 2 requests at once" in written["SGLang"]
-    assert "-size-m 6 -np 2  # at most 2 requests at once" in written["llama.cpp"]
+    assert "-m 6 -np 2  # drafts at any load: admits 2 requests at once" in written["llama.cpp"]
     assert "num_tokens=6" in written["transformers"]
 
 
@@ -515,7 +515,7 @@ def test_vllm_is_given_one_draft_length_where_it_stops_at_others(name):
     own = json.loads(shlex.split(written, comments=True)[1])
     assert own.pop("model", None) == {"medusa": str(shelf.find("target-10m-medusa"))}.get(name)
     assert own == {"method": name, "num_speculative_tokens": 3}
-    assert "# for at most 2 requests at once, always on; needs " in written
+    assert "# drafts at any load: use it for at most 2 requests at once; needs " in written
 
 
 def test_medusa_drafts_with_all_its_heads_in_vllm():

@@ -100,7 +100,7 @@ def test_together_states_prediction_and_best():
     figure = figures.lesson.together(COSTS, predicted, MEASURED)
     assert title(figure.axes[0]) == "Predicted to pay at γ = 2"
     finding, why = figure.get_suptitle().splitlines()
-    assert finding == "At γ = 2: 1.30x faster [1.20, 1.40]; predicted 1.20x"
+    assert finding == "At γ = 2: 1.30x [1.20, 1.40]: faster; predicted 1.20x"
     assert why.startswith("No intervals: predictions")
 
 

@@ -176,7 +176,7 @@ def arms(*speedups: tuple[float, float, float]) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("speedups", "words"),
     [
-        ([(1.5, 1.4, 1.6), (1.2, 1.1, 1.3)], "arm 0: 1.50x faster [1.40, 1.60]"),
+        ([(1.5, 1.4, 1.6), (1.2, 1.1, 1.3)], "arm 0: 1.50x [1.40, 1.60]: faster"),
         ([(1.5, 1.25, 1.6), (1.2, 1.1, 1.3)], "2 of 2 are certainly faster than plain decoding"),
         ([(1.5, 0.9, 1.6), (1.2, 0.8, 1.3)], "None is certainly faster than plain decoding"),
         ([(0.7, 0.6, 0.8), (0.65, 0.5, 0.75)], "All are slower than plain decoding"),
@@ -193,7 +193,7 @@ def test_forest_is_sorted_and_paired_differences_decide():
     lead = pd.DataFrame({"arm": ["arm 0"], "times": [1.25], "low": [1.2], "high": [1.3]})
     figure = figures.pairings.forest(table, lead)
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["arm 1", "arm 0"]
-    assert "arm 1: 1.50x faster" in title(figure)
+    assert "arm 1: 1.50x [1.25, 1.60]: faster" in title(figure)
     assert "none is certainly" in title(figures.pairings.forest(table, lead.assign(low=0.9)))
 
 
@@ -323,7 +323,7 @@ def test_gain_within_noise_is_not_called_faster():
     predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
     assert "no clear difference" in title(figures.pairings.over_gamma(measured, predicted))
     measured["low"] = 1.05
-    assert "1.10x faster [1.05, 1.30]" in title(figures.pairings.over_gamma(measured, predicted))
+    assert "1.10x [1.05, 1.30]: faster" in title(figures.pairings.over_gamma(measured, predicted))
     slow = measured.assign(speedup=0.73, promised=0.73, low=0.7, high=0.8)
     predicted = predicted.assign(speedup=0.8)
     assert "At γ = 2: 0.73x [0.70, 0.80]: slower than plain decoding; predicted 0.80x" in (

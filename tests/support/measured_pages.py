@@ -72,14 +72,17 @@ def results() -> str:
     file, table = load("drafters"), drafters().set_index("drafter")
     params = file["params"]
     judged = stages("pair")["round"]
+    alone = batches().set_index(["arm", "batch"]).loc[(f"γ = {judged['gamma']}", 1), "value"]
     head = (
-        f"Greedy decoding of one stream: `{params['target']}` on {file['device']}, "
+        f"Greedy decoding of one stream: `{params['target']}`, of the *zoo* (small models in "
+        f"`data/zoo`), on {file['device']}, "
         f"{params['gamma']} draft tokens, {params['limit']} prompts "
         "([data](data/measurements/drafters.json)). "
         "A *plain step* is the time of a token of plain decoding. Lookups (`suffix`, `ngram`) copy "
         "earlier text and often draft fewer tokens than they may. The last row is on an "
         f"NVIDIA {gpu_of('pair')}, with {judged['gamma']} draft tokens and "
-        f"{judged['texts']} prompts, too few for an interval; its weights are random, so only its "
+        f"{judged['texts']} prompts, too few for an interval (in the figure above, one stream is "
+        f"one prompt, at {alone:.2f}x); its weights are random, so only its "
         "costs are those of a real pair ([data](data/measurements/gpu_pair.json)).\n"
     )
     rows = "".join(row(table.loc[name], label) for name, label in SHOWN.items())
@@ -193,10 +196,10 @@ def gpu() -> str:
         if r["policy"] == "always:4"
     )
     return (
-        f"On the {gpu_of('passes')} (bfloat16), a token takes {one['ms']:.1f} ms "
+        f"On the {gpu_of('passes')} (bfloat16), a plain 8B step takes {one['ms']:.1f} ms "
         f"({one['of_copy']['value']:.0%} of memory-copy bandwidth). The 8B pair runs at "
         f"{assisted:.1f}x transformers' assisted generation, but at "
-        f"{loss[loss.index.max()]:.2f}x plain decoding in a batch of {loss.index.max()}; the "
+        f"{loss[loss.index.max()]:.2f}x plain decoding at batch {loss.index.max()}; the "
         f"zoo's pair serves one stream at {alone} and 256 at {crowd}. "
     ).replace("%", " %")
 
@@ -217,47 +220,44 @@ def eight_bits() -> str:
     )  # fmt: skip
 
 
-def blocks() -> str:
-    """drafters/README: tokens per pass of blocks, beside EAGLE-3."""
-    runs = pd.DataFrame(load("blocks")["runs"]).set_index(["drafter", "gamma"])
-    length, first = runs["acceptance/length"], runs["acceptance/first"]
-    few, many = ([f"{length[name, n]:.2f}" for name in ("dspark", "eagle", "dflash", "dflash2")]
-                 for n in (3, 7))  # fmt: skip
-    text = (
-        "A block is drafted in one pass, where EAGLE-3 takes a pass for each draft token. With "
-        f"the zoo's DSpark heads, a target pass yields {few[0]} tokens instead of {few[1]} from "
-        f"three draft tokens, and {many[0]} instead of {many[1]} from seven; without a Markov head "
-        f"(DFlash) {few[2]} and {many[2]}; with DFlash 2's convolutions and selector {few[3]} and "
-        f"{many[3]}, but its passes are not compiled for a CPU. A DFlash block should be as long "
-        f"as in training: of first draft tokens it has {first['dflash', 7]:.0%} accepted in drafts "
-        f"of seven and {first['dflash', 3]:.0%} in drafts of three "
-        "([data](../../data/measurements/blocks.json))."
-    )
-    return paragraph(text.replace("%", " %"), 104)
-
-
-def lookups() -> str:
-    """drafters/README: tokens per pass behind a lookup, and without it."""
+def longer() -> str:
+    """drafters/README: tokens per pass of short and long drafts, alone and behind a lookup."""
+    blocks = pd.DataFrame(load("blocks")["runs"]).set_index(["drafter", "gamma"])
     runs = pd.DataFrame(load("lookup")["runs"]).set_index(["temperature", "gamma", "drafter"])
-    length = runs["acceptance/length"]
-
-    def both(temperature: float, gamma: int, drafter: str) -> str:
-        alone, behind = (length[temperature, gamma, f"{p}{drafter}"] for p in ("", "lookup:"))
-        return f"{behind:.2f} instead of {alone:.2f}"
-
-    few, many = ([both(0.0, n, name) for name in ("eagle", "dflash", "sibling-3m")]
-                 for n in (3, 7))  # fmt: skip
-    editing = runs["length/editing"]
-    return paragraph(
-        "Where the text repeats itself, a lookup drafts more of it right than a network. Behind a "
-        f"lookup, a greedy target pass yields {few[0]} tokens from three draft tokens of EAGLE-3, "
-        f"{few[1]} with the zoo's DSpark heads and {few[2]} with sibling-3m; from seven draft "
-        f"tokens {many[0]}, {many[1]} and {many[2]}. Edits of a text gain most, "
-        f"{editing[0.0, 7, 'lookup:eagle']:.2f} instead of {editing[0.0, 7, 'eagle']:.2f} from "
-        "seven of EAGLE-3. At temperature 1, where the lookup's tokens are chosen, not drawn, a "
-        f"pass yields {both(1.0, 3, 'eagle')} from three draft tokens of EAGLE-3 and "
-        f"{both(1.0, 3, 'sibling-3m')} with sibling-3m "
-        "([data](../../data/measurements/lookup.json)).", 104,
+    alone, length = blocks["acceptance/length"], runs["acceptance/length"]
+    labels = {"eagle": "`eagle` (EAGLE-3)", "dflash": "`dflash` (the zoo's DSpark)",
+              "sibling-3m": "`sibling-3m`"}  # fmt: skip
+    cells = [
+        (label, *(length[0.0, n, f"{behind}{name}"] for behind in ("", "lookup:") for n in (3, 7)))
+        for name, label in labels.items()
+    ]
+    cells += [
+        (label, alone[name, 3], alone[name, 7])
+        for name, label in (("dflash2", "DFlash 2"), ("dflash", "DFlash, without a Markov head"))
+    ]
+    rows = [[label, *(f"{n:.2f}" for n in lengths), "", ""][:5] for label, *lengths in cells]
+    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    first, editing = blocks["acceptance/first"], runs["length/editing"]
+    warm = [f"{length[1.0, 3, f'lookup:{name}']:.2f} instead of {length[1.0, 3, name]:.2f}"
+            for name in ("eagle", "sibling-3m")]  # fmt: skip
+    return (
+        paragraph(
+            "Tokens per greedy target pass, with three and seven draft tokens, alone and behind a "
+            "lookup, which drafts well where the text repeats itself ([data]"
+            "(../../data/measurements/lookup.json), [blocks](../../data/measurements/blocks.json)):"
+        )
+        + "\n| drafter | three | seven | three, behind a lookup | seven, behind a lookup |\n"
+        f"|---|---:|---:|---:|---:|\n{lines}\n"
+        + paragraph(
+            "EAGLE-3 takes a pass for each draft token; a block is drafted in one, which for "
+            "DFlash 2 is not compiled on a CPU. A DFlash block should be as long as in training: "
+            f"of its first draft tokens, {first['dflash', 7]:.0%} are accepted in drafts of seven, "
+            f"{first['dflash', 3]:.0%} in drafts of three. Behind a lookup, edits of a text gain "
+            f"most: {editing[0.0, 7, 'lookup:eagle']:.2f} tokens per pass instead of "
+            f"{editing[0.0, 7, 'eagle']:.2f} from seven of EAGLE-3. At temperature 1, where a "
+            f"lookup's tokens are chosen, not drawn, EAGLE-3 loses by it, {warm[0]} from three, "
+            f"and so does sibling-3m, {warm[1]}.".replace("%", " %")
+        )
     )  # fmt: skip
 
 
@@ -281,7 +281,7 @@ def all_drafters() -> str:
         "| a minute later |\n"
         f"|---|---:|---:|---:|---:|---:|---:|---:|\n{rows}\n"
     ) + paragraph(
-        "Compare acceptance: costs hold for one machine, and for one hour on it. On two Intel "
+        "Compare acceptance: costs hold for one machine only, and change by the hour. On two Intel "
         f"cores, verifying 16 tokens takes {wide[16]:.1f} plain passes "
         "([data](../../data/measurements/bench.json)), so wide trees gain little. At temperature "
         f"1, Block accepts more than Reject: {lengths['block']:.2f} tokens per pass instead of "
@@ -405,8 +405,7 @@ TEXTS: dict[str, Callable[[], str]] = {
         results,
         eight_bits,
         all_drafters,
-        blocks,
-        lookups,
+        longer,
         few_prompts,
         servers,
         simulated,

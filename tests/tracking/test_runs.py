@@ -258,11 +258,11 @@ def test_overview_shows_what_differs_and_was_logged(store):
         track.log("mine", params, METRICS | shown | ci)
     runs = track.runs("mine")
     view = compare.overview(runs)
-    columns = ["experiment", "drafter", "speedup", "accepted", "exact", "exact to"]
+    columns = ["experiment", "drafter", "speedup", "accepted", "exact", "detects a bias of"]
     assert list(view) == columns, "one category is all that was accepted"
     both = compare.overview(runs.assign(**{"metrics.category/prose": 0.5}))
     assert list(both) == [*columns, "accepted: code", "accepted: prose"]
-    assert set(view["exact to"]) == {"TV 0.12"}
+    assert set(view["detects a bias of"]) == {"TV 0.12"}
     assert set(view["speedup"]) == {"1.50x [1.40, 1.60]", "2.00x [1.90, 2.10]"}
     assert set(view["exact"]) == {"yes"}
 
