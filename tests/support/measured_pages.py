@@ -255,8 +255,8 @@ def longer() -> str:
             f"{first['dflash', 3]:.0%} in drafts of three. Behind a lookup, edits of a text gain "
             f"most: {editing[0.0, 7, 'lookup:eagle']:.2f} tokens per pass instead of "
             f"{editing[0.0, 7, 'eagle']:.2f} from seven of EAGLE-3. At temperature 1, where a "
-            f"lookup's tokens are chosen, not drawn, EAGLE-3 loses by it, {warm[0]} from three, "
-            f"and so does sibling-3m, {warm[1]}.".replace("%", " %")
+            f"lookup's tokens are chosen, not drawn, three of EAGLE-3 yield {warm[0]}, and three "
+            f"of sibling-3m {warm[1]}.".replace("%", " %")
         )
     )  # fmt: skip
 
