@@ -394,8 +394,14 @@ def test_free_memory_of_a_gpu_leaves_out_what_is_kept_for_graphs(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_free_memory_of_a_gpu_is_told_by_its_allocator():
-    device = torch.device("cuda")
+def test_free_memory_of_a_gpu_is_told_by_its_allocator(monkeypatch):
+    """As if no other process had any: other tests run on the same GPU."""
+    device, whole = torch.device("cuda"), 1 << 40
+
+    def left(device):
+        return whole - torch.cuda.memory_reserved(device), whole
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", left)
     torch.cuda.empty_cache()
     before = memory.free_memory(device)
     held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
