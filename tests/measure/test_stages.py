@@ -146,7 +146,7 @@ def test_pair_drawn_on_the_device_has_no_figures(tmp_path, monkeypatch):
     assert [row.get("error") for row in rows.rows] == [None] * 10
     assert [row["name"].startswith("1B: ") for row in rows.rows] == [False] * 5 + [True] * 5
     for size, pair in ((4, rows.rows[:5]), (2, rows.rows[5:])):
-        weights, prefill, round_, peers, batch = pair
+        weights, prefill, round_, batch, peers = pair
         assert prefill["plain_ms"] > 0 < prefill["drafting_ms"]
         assert weights["draft"] == size
         assert round_["acceptance"]["rate"] > 0.1
