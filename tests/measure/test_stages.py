@@ -80,8 +80,9 @@ def test_unknown_stage_is_run(capsys):
 
 
 @pytest.mark.compiler
-def test_smoke_says_that_rounds_are_recorded():
-    said = stages.speaks("ngram", 0.0, torch.device("cpu"))
+def test_smoke_says_that_rounds_are_recorded_and_what_runs_them():
+    said = stages.speaks("eagle", 0.0, torch.device("cpu"))
+    assert said["nets"] == ["Native", "FusedEagle"]
     assert said["recorded"] >= 1
     assert 0 < said["acceptance"] < 1
 

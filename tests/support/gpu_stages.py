@@ -141,6 +141,7 @@ def speaks(drafter: str, temperature: float, device: torch.device) -> dict[str, 
     recorder = pair.engine.recorder
     replays = recorder.replays.values() if isinstance(recorder, Recordings) else ()
     return {
+        "nets": [type(lm.net).__name__ for lm in pair.engine.models],
         "acceptance": made.trace.acceptance.rate,
         "recorded": sum(replay.run is not None for replay in replays),
     }
