@@ -179,6 +179,7 @@ def free_memory(device: torch.device | None) -> int:
         import torch
 
         here = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.empty_cache()  # which alone takes back what was kept for graphs that are gone
         reusable = sum(
             segment["total_size"] - segment["active_size"]
             for segment in torch.cuda.memory_snapshot()

@@ -6,8 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import on_every_device
-from support.fusing import NEAR, bound, furthest, in_float64, of_its_own, uncompiled
+from conftest import also, on_every_device
+from support.fusing import (
+    NEAR,
+    bound,
+    furthest,
+    in_float64,
+    of_its_own,
+    through_kernels,
+    uncompiled,
+    where_kernels_run,
+)
 from support.tiny import PROMPTS, V, heads
 
 from specexp.fast.cpu.passes import Native
@@ -75,6 +84,15 @@ def plain(monkeypatch):
 def test_fused_block_matches_the_module(plain, kind, dtype, device):
     assert isinstance(blocks.network(made(kind, dtype, device), "it", V).net, Fused)
     assert off(kind, dtype, device) < bound(dtype, device)
+
+
+@where_kernels_run
+@pytest.mark.parametrize("kind", ["DFlash 2", *also("DFlash", "causal", "DSpark")])
+def test_block_through_kernels_matches_the_module(kind, device):
+    """In which every token sees those after it, too."""
+    with through_kernels(device):
+        assert isinstance(blocks.network(made(kind, torch.float32, device), "it", V).net, Fused)
+        assert off(kind, torch.float32, device) < bound(torch.float32, "cuda")
 
 
 @pytest.mark.compiler

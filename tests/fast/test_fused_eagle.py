@@ -5,8 +5,17 @@ import logging
 
 import pytest
 import torch
-from conftest import on_every_device
-from support.fusing import NEAR, bound, furthest, in_float64, of_its_own, uncompiled
+from conftest import also, on_every_device
+from support.fusing import (
+    NEAR,
+    bound,
+    furthest,
+    in_float64,
+    of_its_own,
+    through_kernels,
+    uncompiled,
+    where_kernels_run,
+)
 from support.norms import DEFAULTS, with_norms
 from support.tiny import PROMPTS, V, heads
 
@@ -98,6 +107,14 @@ def plain(monkeypatch):
 def test_fused_eagle_matches_the_layer(plain, kind, dtype, device):
     assert isinstance(layers.network(made(kind, dtype, device), "it", V).net, Fused)
     assert off(kind, dtype, device) < bound(dtype, device)
+
+
+@where_kernels_run
+@pytest.mark.parametrize("kind", ["peagle", *also(*(kind for kind in KINDS if kind != "peagle"))])
+def test_eagle_through_kernels_matches_the_layer(kind, device):
+    with through_kernels(device):
+        assert isinstance(layers.network(made(kind, torch.float32, device), "it", V).net, Fused)
+        assert off(kind, torch.float32, device) < bound(torch.float32, "cuda")
 
 
 @pytest.mark.compiler

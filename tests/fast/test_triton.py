@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -168,6 +169,14 @@ def test_attention_over_heads_that_outgrow_a_card_is_refused(dtype, fits):
 def test_kernel_is_neither_compiled_nor_timed():
     kernels = {*ops.kernels_of(torch.device("cuda")).kernels} - {fused.by_length_up_to}
     assert {call.operation for call in calls(1, 6, 64, torch.bfloat16, "meta")} == kernels
+
+
+def test_table_of_what_kernels_need_has_others_than_there_are():
+    root = TESTS.parent
+    sources = (root / "specexp" / "fast" / "gpu").glob("*.py")
+    kernels = {k for file in sources for k in re.findall(r"def (\w+_kernel)\(", file.read_text())}
+    table = json.loads((root / "data" / "measurements" / "gpu_compiled.json").read_text())
+    assert {card: needs.keys() for card, needs in table.items()} == {"80": kernels, "90": kernels}
 
 
 @pytest.mark.triton

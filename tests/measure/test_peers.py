@@ -56,6 +56,19 @@ def test_passes_over_a_static_cache_of_one_size_write_the_same_texts(pairing):
             assert static([text]) == plain([text])
 
 
+def test_peer_that_fails_stops_the_others(pairing, monkeypatch):
+    def fails(texts):
+        raise RuntimeError("no compiler:\ninstall one")
+
+    plain = peers.transformers(pairing.target.module, 10)
+    monkeypatch.setattr(peers, "others", lambda *_: ({"compiled": fails, "plain": plain}, {}))
+    report = peers.peers(pairing, PROMPTS, [2], 10, 2)
+    plain, *_, compiled, _, _ = report["rows"]
+    assert plain["ratio"]["value"] > 0
+    assert compiled["missing"] == "it fails with RuntimeError: no compiler: install one"
+    assert (compiled["ratio"], compiled["equal"]) == (None, None)
+
+
 def test_peer_ratios_are_of_delivered_tokens(pairing, monkeypatch, now):
     def writer(cost, tokens):
         def write(texts):

@@ -80,8 +80,9 @@ def test_unknown_stage_is_run(capsys):
 
 
 @pytest.mark.compiler
-def test_smoke_says_that_rounds_are_recorded():
-    said = stages.speaks("ngram", 0.0, torch.device("cpu"))
+def test_smoke_says_that_rounds_are_recorded_and_what_runs_them():
+    said = stages.speaks("eagle", 0.0, torch.device("cpu"))
+    assert said["nets"] == ["Native", "FusedEagle"]
     assert said["recorded"] >= 1
     assert 0 < said["acceptance"] < 1
 
@@ -146,7 +147,7 @@ def test_pair_drawn_on_the_device_has_no_figures(tmp_path, monkeypatch):
     assert [row.get("error") for row in rows.rows] == [None] * 10
     assert [row["name"].startswith("1B: ") for row in rows.rows] == [False] * 5 + [True] * 5
     for size, pair in ((4, rows.rows[:5]), (2, rows.rows[5:])):
-        weights, prefill, round_, peers, batch = pair
+        weights, prefill, round_, batch, peers = pair
         assert prefill["plain_ms"] > 0 < prefill["drafting_ms"]
         assert weights["draft"] == size
         assert round_["acceptance"]["rate"] > 0.1

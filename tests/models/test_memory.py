@@ -18,6 +18,7 @@ from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast.cpu.passes import Native
+from specexp.fast.cuda_graphs import CudaTape
 from specexp.measure import feasible, parameters
 from specexp.measure.prompts import Prompt
 from specexp.models import load, memory, recurrent
@@ -393,12 +394,32 @@ def test_free_memory_of_a_gpu_leaves_out_what_is_kept_for_graphs(monkeypatch):
     assert memory.free_memory(torch.device("cuda")) == 1090
 
 
+def test_free_memory_of_a_gpu_leaves_out_what_was_kept_for_graphs_that_are_gone(monkeypatch):
+    left = [1000]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(1400))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (left[-1], 2000))
+    assert memory.free_memory(torch.device("cuda:0")) == 1400
+
+
 @pytest.mark.cuda
-def test_free_memory_of_a_gpu_is_told_by_its_allocator():
-    device = torch.device("cuda")
+def test_free_memory_of_a_gpu_is_told_by_its_allocator(monkeypatch):
+    """As if no other process had any: other tests run on the same GPU."""
+    device, whole = torch.device("cuda"), 1 << 40
+
+    def left(device):
+        return whole - torch.cuda.memory_reserved(device), whole
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", left)
     torch.cuda.empty_cache()
     before = memory.free_memory(device)
     held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
     assert before - memory.free_memory(device) >= held.nbytes
     del held
+    assert before - memory.free_memory(device) < 32 << 20
+    replay, twos = CudaTape(device).record(
+        lambda: torch.ones(64 << 20, dtype=torch.uint8, device=device).add_(1), None
+    )
+    assert before - memory.free_memory(device) >= twos.nbytes
+    del replay, twos
     assert before - memory.free_memory(device) < 32 << 20

@@ -1,7 +1,12 @@
 """What tests of the fused passes of heads share: heads unlike those they began as, and how far the
 passes of two of them are apart."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
+from support.references import interpreted
 from torch import Tensor, nn
 
 from specexp.fast import fused
@@ -39,6 +44,26 @@ def furthest(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
     """The largest difference, of its size; NaN if there is any."""
     pairs = zip(ours, exact, strict=True)
     return float(torch.stack([(a.double() - b).norm() / b.norm() for a, b in pairs]).max())
+
+
+where_kernels_run = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.cuda),
+    ],
+)
+
+
+@contextmanager
+def through_kernels(device: str) -> Iterator[None]:
+    """Meanwhile passes on this device run a GPU's kernels: on a CPU, in Triton's interpreter."""
+    if device == "cuda":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch, interpreted():
+        patch.setenv("SPECEXP_NATIVE", "off")
+        yield
 
 
 def uncompiled(monkeypatch) -> None:

@@ -141,6 +141,7 @@ def speaks(drafter: str, temperature: float, device: torch.device) -> dict[str, 
     recorder = pair.engine.recorder
     replays = recorder.replays.values() if isinstance(recorder, Recordings) else ()
     return {
+        "nets": [type(lm.net).__name__ for lm in pair.engine.models],
         "acceptance": made.trace.acceptance.rate,
         "recorded": sum(replay.run is not None for replay in replays),
     }
@@ -225,8 +226,8 @@ def one_pass(lm: Any, B: int, n: int, S: int, copy: Any) -> dict[str, Any]:
 
 def pair(rows: Rows, device: torch.device) -> None:
     """Whole texts of random models of 8 and 1 billion parameters and drafts that are their first
-    layers: where a round's time goes, transformers at the same work, and fixed batches of several
-    sizes."""
+    layers: where a round's time goes, fixed batches of several sizes, and transformers at the same
+    work."""
     for params, size in (("8B", ""), ("1B", "1B: ")):
         made: list[Pairing] = []
         rows.add(f"{size}weights", partial(twin, params, device, made))
@@ -239,9 +240,9 @@ def of_pair(rows: Rows, size: str, pairing: Pairing) -> None:
                     batches=(1, 8), max_new_tokens=NEW, repeats=2)  # fmt: skip
     rows.add(f"{size}prefill", partial(prefill, pairing))
     rows.add(f"{size}round", partial(suite, "round"))
-    rows.add(f"{size}peers", partial(suite, "peers"))
     for streams in STREAMS[::2]:
         rows.add(f"{size}batch {streams}", partial(in_batch, streams, pairing))
+    rows.add(f"{size}peers", partial(suite, "peers"))  # last: transformers compiles for minutes
 
 
 def prefill(pairing: Pairing) -> dict[str, float]:
@@ -287,13 +288,15 @@ def twin(params: str, device: torch.device, made: list[Pairing]) -> dict[str, An
 
 
 def bench(rows: Rows, device: torch.device) -> None:
-    """The suites of `specexp bench` on the zoo's pair; first of all, transformers on few texts."""
+    """The suites of `specexp bench` on the zoo's pair; last those with transformers, which compiles
+    for minutes, on few texts and on all."""
     pair = api.load("target-10m", "model", device=str(device), dtype="bfloat16")
     texts = prompts.load("all", limit=work.PROMPTS)
-    rows.add("peers, few texts", partial(suites.run, "peers", pair, texts[:FEW], (1,), NEW, 1))
     rows.add("prefill", partial(prefill, pair))
-    for name in (*work.NAMES[1:], "peers"):
+    for name in work.NAMES[1:]:
         rows.add(name, partial(suites.run, name, pair, texts, BATCHES, NEW, 3))
+    rows.add("peers, few texts", partial(suites.run, "peers", pair, texts[:FEW], (1,), NEW, 1))
+    rows.add("peers", partial(suites.run, "peers", pair, texts, BATCHES, NEW, 3))
 
 
 def sweep(rows: Rows, device: torch.device) -> None:

@@ -11,7 +11,7 @@ Prompt lookup differs: among earlier occurrences of up to three tokens, transfor
 follows the first one, specexp what follows the latest.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +23,7 @@ from transformers.utils import logging
 from specexp.api import Pairing
 from specexp.drafters.model import DraftModel
 from specexp.engine import Engine
+from specexp.errors import first_line
 from specexp.measure import interleave, statistics
 from specexp.measure.exactness import compare
 from specexp.measure.hardware.work import MAX_BATCH
@@ -61,13 +62,14 @@ def peers(
     for engine in engines.values():
         engine.eos = ()
     theirs, missing = others(pairing, new, max(map(len, ids)))
-    arms = {("ours", name): ours(engine, new) for name, engine in engines.items()}
-    arms |= {("theirs", name): write for name, write in theirs.items()}
-    in_both = {arm: arms[arm] for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")}
+    each = [[row] for row in ids]
+    longest_first = sorted(each, key=lambda rows: -len(rows[0]))
     modules = [pairing.target.module, *_draft_module(pairing)]
     with same_settings(modules, gamma, pairing.engine.sampling, pairing.followed):
-        each = [[row] for row in ids]
-        longest_first = sorted(each, key=lambda rows: -len(rows[0]))
+        missing |= failing(theirs, longest_first[0])
+        arms = {("ours", name): ours(engine, new) for name, engine in engines.items()}
+        arms |= {("theirs", n): write for n, write in theirs.items() if n not in missing}
+        in_both = {arm: arms[arm] for arm in arms if arm[1] == "plain" or arm == ("ours", "draft")}
         alone = interleave.time_in_turns(arms, each * repeats, device, "peers", warm=longest_first)
         several = [batch_ids] * max(repeats, statistics.MIN_REPEATS)
         in_batch = interleave.time_in_turns(in_both, several, device, f"peers, batch {batch}")
@@ -151,6 +153,17 @@ def others(
     else:
         missing["compiled"] = "transformers compiles its passes on a GPU alone"
     return writers, missing
+
+
+def failing(writers: Mapping[str, Writer], texts: Texts) -> dict[str, str]:
+    """Why those of these peers fail that do, by name: the others are timed without them."""
+    reasons = {}
+    for name, write in writers.items():
+        try:
+            write(texts)
+        except Exception as e:  # of a library, or of what compiles its passes: anything
+            reasons[name] = f"it fails with {type(e).__name__}: {first_line(e)}"
+    return reasons
 
 
 def unassisted(pairing: Pairing) -> str:
