@@ -120,8 +120,13 @@ def check_trained(head: Head, config: Any, target: str) -> None:
     with this config."""
     insist_on_kind(head, "mtp")
     with refusing(f"{head.subject}; {target} has no place for such a layer"), torch.device("meta"):
-        layer = _untrained(AutoModelForCausalLM.from_config(config)).layers[0]
-    insist_on_tensors(head.subject, layer, head.shapes)
+        model = _untrained(AutoModelForCausalLM.from_config(config))
+    if model.use_shared_post_norm:
+        raise UserError(
+            f"{head.subject}; the norm behind such layers of {target} is not among these tensors: "
+            "use mtp, its own layer, or another drafter"
+        )
+    insist_on_tensors(head.subject, model.layers[0], head.shapes)
 
 
 def named(module: Any) -> Any:

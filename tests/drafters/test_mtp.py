@@ -140,6 +140,10 @@ def test_layer_trained_further_takes_the_place_of_the_checkpoints(saved, family,
     change(heads, lambda own: {n: t for n, t in own.items() if "hidden_layernorm" not in n})
     with pytest.raises(UserError, match=r"are mtp heads; the file lacks hnorm.weight"):
         load(folder, f"mtp:{heads}")
+    settings = json.loads((folder / "config.json").read_text()) | {"chain_hidden_post_norm": True}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"are mtp heads; the norm behind such layers .*: use mtp"):
+        load(folder, f"mtp:{heads}")
 
 
 def test_layer_has_the_dtype_that_was_asked_for(saved):
