@@ -101,9 +101,10 @@ def test_served_metrics_of_nothing_served_are_nan():
     assert set(metrics) == set(served.served_metrics(ANSWERS, TICKS, 1, 1))
 
 
-def test_timeline_bins_sum_shares_and_average_counts():
+def test_timeline_bins_sum_shares_and_average_counts(monkeypatch):
+    monkeypatch.setattr(served, "BINS", 3)
     table = under_load.timeline(
-        [*TICKS[:2], tick(2.5, 3.0, live=5, rows=8, speculated=5), TICKS[2]], 3
+        [*TICKS[:2], tick(2.5, 3.0, live=5, rows=8, speculated=5), TICKS[2]]
     )
     assert table["end_s"].tolist() == [2.5, 5.0]
     assert table["live"].tolist() == [8 / 3, 3]
@@ -303,9 +304,10 @@ def test_race_without_tokens_is_refused(pairing, monkeypatch):
         loops.closed_loop(pairing, ["plain"], None, offered, 2, tokens=10, turns=3)
 
 
-def test_open_race_outputs_agree_between_policies(pairing):
+def test_open_race_outputs_agree_between_policies(pairing, monkeypatch):
+    monkeypatch.setattr(loops, "SLICE_S", 0.02)
     offered = under_load.traffic(pairing, PROMPTS, "poisson:200", 10, 10)
-    runs = under_load.open_loop(pairing, NAMES, planted(), offered, rows=3, slice_s=0.02)
+    runs = under_load.open_loop(pairing, NAMES, planted(), offered, rows=3)
     for run in runs.values():
         assert [a.request for a in run.responses] == list(offered.requests)
         assert [a.came_s for a in run.responses] == [r.at_s for r in offered.requests]
