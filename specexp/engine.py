@@ -287,7 +287,7 @@ class Engine:
         tokens, and for how many rounds it may be held."""
         warn_of_short_context(self.drafter, longest)
         plan = planned(self.policy, load, self.fit)
-        room = max(0, self.drafter.context - longest)
+        room = self.drafter.context - longest
         tree = plan.tree.cut(room)
         if not tree.depth:
             return tree, plan.hold

@@ -269,4 +269,4 @@ class Server:
 
 def _within(plan: Plan, budget: tuple[int, ...]) -> Plan:
     """The plan with this budget, its tree no deeper than the largest."""
-    return plan._replace(tree=plan.tree.cut(max(0, *budget)), budget=budget)
+    return plan._replace(tree=plan.tree.cut(max(budget)), budget=budget)
