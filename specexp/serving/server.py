@@ -69,7 +69,7 @@ class Server:
         """Queue a request, or refuse it with the reason; invalid ones never reach a row."""
         response = Response(request, self.now if came_s is None else came_s)
         if reason := self._refusal(request):
-            return response.end("refused", reason, self.now)
+            return response.end("refused", reason)
         self.waiting.append(response)
         return response
 
@@ -231,7 +231,7 @@ class Server:
 
     def _vacate(self, at: int, state: State, reason: str = "") -> None:
         """End the request of a row, and free the row."""
-        self._leave(at, broken=state == "failed").end(state, reason, self.now)
+        self._leave(at, broken=state == "failed").end(state, reason)
 
     def _leave(self, at: int, broken: bool = False) -> Response:
         """Free a row; its request keeps what it has generated."""

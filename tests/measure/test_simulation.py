@@ -122,7 +122,7 @@ def test_simulated_response_takes_prefill_and_rounds():
     read, costs = planted().prefill_s(19), planted()
     steps = [costs.round_s(1, 0, -(-(20 + i + 1) // 64) * 64) + 1e-3 for i in range(300)]
     assert [at for at, _ in response.deliveries] == pytest.approx(list(read + np.cumsum(steps)))
-    assert server.steps[-1].end_s == response.ended_s
+    assert server.steps[-1].end_s == response.deliveries[-1][0]
 
 
 def test_simulation_depends_on_seed_only():
