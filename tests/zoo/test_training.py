@@ -122,7 +122,7 @@ def mine(tiny_folders, tmp_path):
     return shutil.copytree(tiny_folders[0], tmp_path / "mine")
 
 
-def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypatch):
+def test_heads_train_on_continuations_from_many_places(mine, store, tmp_path, monkeypatch):
     seen, tokenizer = [], AutoTokenizer.from_pretrained(mine)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
     tokenizer.save_pretrained(mine)
@@ -136,7 +136,7 @@ def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypat
     monkeypatch.setattr(train, "continued", noted)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
-    train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
+    train_heads("medusa", mine, quick=True, text=text)
     starts = {tuple(document[:GIVEN]) for document in seen if len(document) > GIVEN}
     assert len(starts) > 10
 
@@ -178,11 +178,11 @@ def test_resumed_training_of_heads_logs_its_whole_curve_once(mine, store, tmp_pa
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000, PIECE + 10])
-def test_text_too_short_to_learn_from_is_refused(mine, tmp_path, size):
+def test_text_too_short_to_learn_from_is_refused(mine, store, tmp_path, size):
     text = tmp_path / "text.txt"
     text.write_text("abc\n" * (size // 4))
     with pytest.raises(UserError, match=r"text\.txt is too short to learn from"):
-        train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
+        train_heads("medusa", mine, quick=True, text=text)
 
 
 @pytest.mark.parametrize("line", [1, 60, 3 * PIECE])
