@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from specexp.errors import UserError, check_type
 from specexp.policy import Load, Plan, Policy, planned
-from specexp.sequences import token_ids
+from specexp.sequences import check_tokens
 from specexp.serving.engine_rows import EngineRows, OutOfMemory, window
 from specexp.serving.requests import Request, Response, Row, ServerStep, State
 from specexp.serving.simulated_rows import SimulatedRows
@@ -77,7 +77,7 @@ class Server:
         P, need = len(request.prompt), len(request.prompt) + request.new
         most = min(self.rows.context, self.rows.slots - self.rows.slack)
         try:
-            token_ids(request.prompt, "the prompt", self.rows.vocab)
+            check_tokens(request.prompt, "the prompt", self.rows.vocab)
         except UserError as e:
             return str(e)
         if request.new < 1:
