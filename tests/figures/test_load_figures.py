@@ -8,13 +8,6 @@ from support.served import ANSWERS, TICKS, run_of, samples, tick
 
 from specexp import figures
 from specexp.measure import under_load
-from specexp.measure.under_load import served
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
 
 
 def drawn_of(axes) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.cost_tables import planted
-from support.questions import PROMPTS
+from support.questions import LETTERS, PROMPTS
 from support.served import ANSWERS, TICKS, answer, run_of, samples, tick
 from support.simulated_loads import depths, load
 from support.traces import write_csv
@@ -19,9 +19,6 @@ from specexp.measure import under_load
 from specexp.measure.under_load import loops, served
 from specexp.serving.requests import Request
 from specexp.serving.sources import Source, serve
-
-LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
-
 
 # --- what is reported ----------------------------------------------------------------------------
 
@@ -48,12 +45,6 @@ def test_request_times_count_from_arrival():
 def test_gaps_are_between_deliveries_not_tokens():
     assert served.itl_s(ANSWERS).tolist() == [0.5, 1.0]
     assert served.itl_s(ANSWERS[1:]).tolist() == []
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
 
 
 def test_quantiles_need_enough_samples():

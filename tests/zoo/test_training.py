@@ -9,9 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from making.corpus import gather
 from making.recipes import TARGET, quick_version
-from making.tokenizer import train_tokenizer
 from making.train import loss_of
 from specexp.commands import zoo
 from specexp.errors import UserError
@@ -19,20 +17,8 @@ from specexp.models.load import of_module
 from specexp.zoo import train
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, HEADS, Course, Phase
-from specexp.zoo.rows import PIECE, batches, cut, encode
+from specexp.zoo.rows import PIECE, batches, cut
 from specexp.zoo.train import GIVEN, NEW, continued, fit
-
-
-@pytest.fixture(scope="module")
-def corpus():
-    return gather(records=32, edits=32, limit=12)
-
-
-@pytest.fixture(scope="module")
-def documents(corpus):
-    tokenizer = train_tokenizer(text for texts in corpus.train.values() for text in texts)
-    return {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
-
 
 # tokens and rows
 
