@@ -4,6 +4,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from support.questions import PROMPTS
+from support.readable import title
 
 from specexp import figures
 from specexp.measure import one_pairing, summaries
@@ -30,11 +31,6 @@ def test_every_pairing_figure_has_a_title(acceptance, latency, throughput, pairi
         assert title(figure)
         assert figure.axes[0].has_data()
     assert not plt.get_fignums()
-
-
-def title(figure) -> str:
-    above = figure.get_suptitle()
-    return above.replace("\n", " ") or figure.axes[0].get_title(loc="left")
 
 
 def sweep(*speedups: tuple[float, float, float]) -> pd.DataFrame:

@@ -5,17 +5,13 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 import pytest
+from support.readable import title
 
 from specexp import figures
 from specexp.measure import statistics
 from specexp.tracking import compare
 
 SIMULATIONS = 100
-
-
-def title(figure) -> str:
-    above = figure.get_suptitle()
-    return above.replace("\n", " ") or figure.axes[0].get_title(loc="left")
 
 
 def test_runs_of_different_categories_share_a_figure():
