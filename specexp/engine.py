@@ -34,7 +34,7 @@ from specexp.recording import Recorder, Reports, recorder_for
 from specexp.rows import Rows
 from specexp.rules import Match, Rule
 from specexp.sampling import Certain, Sampling
-from specexp.sequences import Draft, Sequences, Verdict, round_report, token_ids
+from specexp.sequences import Draft, Sequences, Verdict, check_tokens, round_report
 from specexp.trace import Round, Step, Trace, steps_of_report
 from specexp.tree import Tree
 
@@ -215,7 +215,7 @@ class Engine:
         """
         vocab = self.target.config.vocab_size  # prompts may hold tokens that it never emits
         for number, prompt in enumerate(prompts, 1):
-            token_ids(prompt, f"prompt {number}", vocab)
+            check_tokens(prompt, f"prompt {number}", vocab)
         check_type("max_new_tokens", max_new_tokens, "int")
         for stream in () if streams is None else streams:
             check_type("a stream", stream, "int")
@@ -287,7 +287,7 @@ class Engine:
         tokens, and for how many rounds it may be held."""
         warn_of_short_context(self.drafter, longest)
         plan = planned(self.policy, load, self.fit)
-        room = max(0, self.drafter.context - longest)
+        room = self.drafter.context - longest
         tree = plan.tree.cut(room)
         if not tree.depth:
             return tree, plan.hold

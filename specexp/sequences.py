@@ -25,8 +25,8 @@ from specexp.tree import Nodes
 NOISE = Noise(0)  # the noise of sequences outside an engine's rounds
 
 
-def token_ids(tokens: Sequence[int], about: str, vocab: int = 1 << 63) -> Tensor:
-    """int64 [n]. Raises UserError unless these are one or more tokens of 0..vocab-1."""
+def check_tokens(tokens: Sequence[int], about: str, vocab: int) -> None:
+    """Raises UserError unless these are one or more tokens of 0..vocab-1."""
     try:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -38,7 +38,6 @@ def token_ids(tokens: Sequence[int], about: str, vocab: int = 1 << 63) -> Tensor
     for token in map(int, ids.aminmax()):
         if not 0 <= token < vocab:
             raise UserError(f"{about} has the token {token}; the target has 0 to {vocab - 1}")
-    return ids.long()
 
 
 @dataclass

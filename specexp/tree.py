@@ -122,11 +122,11 @@ class Tree:
         )
 
     def cut(self, depth: int) -> Tree:
-        """The same tree without the nodes deeper than `depth`."""
+        """The same tree without the nodes deeper than `depth`; the root always stays."""
         if depth >= self.depth:
             return self
-        count = sum(d <= depth for d in self.depths)
-        return Tree(self.parents[:count], self.width if depth else 0)
+        count = sum(d <= depth for d in self.depths[1:])
+        return Tree(self.parents[: 1 + count], self.width if count else 0)
 
     @property
     def room(self) -> int:

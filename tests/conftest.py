@@ -297,6 +297,32 @@ def throughput(pairing):
 
 
 @pytest.fixture
+def few(monkeypatch):
+    """Quantiles are told of any number of samples."""
+    from specexp.measure.under_load import served
+
+    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    """A little of the zoo's text."""
+    from making.corpus import gather
+
+    return gather(records=32, edits=32, limit=12)
+
+
+@pytest.fixture(scope="session")
+def documents(corpus):
+    """The tokens of each kind of that text."""
+    from making.tokenizer import train_tokenizer
+    from specexp.zoo.rows import encode
+
+    tokenizer = train_tokenizer(text for texts in corpus.train.values() for text in texts)
+    return {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
+
+
+@pytest.fixture
 def now(monkeypatch):
     """now.s: what every clock says, until somebody moves it on."""
     now = types.SimpleNamespace(s=0.0)

@@ -12,10 +12,10 @@ import yaml
 from conftest import one_in
 from PIL import Image
 from rich.console import Console
+from support.problems import problems
 
 from specexp.fitting import Limits, reach
 from specexp.grids import points, runner
-from specexp.measure import parameters
 from specexp.policy import Fixed
 from specexp.tracking import compare, runs
 from specexp.tree import Tree
@@ -228,4 +228,4 @@ def test_shipped_grids_pass_every_check():
     files = sorted((NOTEBOOKS / "grids").glob("*.yaml"))
     every = points.load([f for f in files if f.name != "real.yaml"])  # its model is fetched first
     assert len(every) >= 30
-    assert not any(parameters.check(point.params) for point in every)
+    assert not any(problems(point.params) for point in every)

@@ -26,17 +26,14 @@ class Dialect(Protocol):
 
     def request(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[str, dict[str, Any]]:
         """The path and the body that ask for a greedy completion, streamed."""
-        ...
 
     def read(self, event: dict[str, Any], have: int) -> tuple[list[int], str]:
         """The tokens of an event that follow the `have` tokens of those before, and why the answer
         ends with it (`stop` or `eos`: with an end-of-text token), or "" if it goes on."""
-        ...
 
     def counters(self) -> Counter[str]:
         """drafts, draft_tokens and accepted_tokens so far, and accepted_1, accepted_2, ...: drafts
         of which at least so many tokens were accepted."""
-        ...
 
 
 class VLLM:

@@ -227,7 +227,8 @@ def advise(target: str = "", runs: Iterable[report.Run] | None = None) -> list[A
     for run, params in sorted(known, key=lambda each: each[0].ended):
         if params["target"] in chosen:
             params["target"] = names[params["target"]]
-            grouped.setdefault(situation_of(run, params), []).append((run, params))
+            shared = tuple((name, _shared(params, name)) for name in SHARED)
+            grouped.setdefault(Situation(shared, machine_of(run)), []).append((run, params))
             read[run] = _read(run, params, place_of)
             newest |= read[run]
     changed = {
@@ -255,13 +256,6 @@ def moved(value: str, old: Path, new: Path) -> str:
     if "/" not in bare or os.path.isabs(bare) or not (there := old / bare).exists():
         return value
     return f"{head}{colon}{os.path.relpath(there, new)}{path[len(bare) :]}"
-
-
-def situation_of(run: report.Run, params: Mapping[str, Any]) -> Situation:
-    return Situation(
-        tuple((name, _shared(params, name)) for name in SHARED),
-        machine_of(run),
-    )
 
 
 def machine_of(run: report.Run) -> Machine:

@@ -295,7 +295,8 @@ def round_costs(costs: pd.DataFrame) -> Figure:
 
 
 def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
-    """Speedup over draft length: `summaries.speedups(by="gamma")` against `summaries.predicted`."""
+    """Speedup over draft length: `summaries.speedups(by="gamma")`, of which these are expected,
+    against `summaries.predicted`."""
     with style.canvas() as (figure, axes):
         style.title(figure, gamma_panel(axes, measured, predicted))
     return figure
@@ -303,7 +304,6 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
 
 def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> str:
     """`over_gamma` on these axes, and its title."""
-    measured = summaries.judged(measured, predicted)
     speedup_panel(axes, measured, "gamma", label="measured")
     predicted = predicted[predicted["gamma"] > 0]
     axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=style.PREDICTED,

@@ -136,9 +136,7 @@ def over_batch(curves: pd.DataFrame) -> Figure:
     where timings are not credible."""
     if curves.empty:
         return style.nothing("No run has a batch sweep yet: run 30_throughput_under_batch")
-    curves = curves.assign(
-        credible=curves.get("credible", True), drafter=_named(curves, "drafter", "target")
-    )
+    curves = curves.assign(drafter=_named(curves, "drafter", "target"))
     looks = style.marks(curves["drafter"].unique())
     with style.canvas() as (figure, axes):
         axes.axhline(1, color=style.PLAIN, lw=1.5)

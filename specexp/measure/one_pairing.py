@@ -112,17 +112,12 @@ def in_stages(
     batch = Sequences.of([ids], max_new_tokens, slack=engine.policy.widest, eos=eos, device=device)
     seqs = engine.begin(batch)
     while bool(seqs.live.all()):
-        draft = engine.draft(seqs, within_context(engine, tree, length))
+        draft = engine.draft(seqs, tree.cut(engine.drafter.context - length))
         seen = engine.verify(seqs, draft)
         verdict = engine.accept(draft, seen)
         [step] = engine.steps(engine.commit(seqs, draft, verdict, seen).tolist())
         yield draft, seen, verdict, step
         length += step.emitted
-
-
-def within_context(engine: Engine, tree: Tree, length: int) -> Tree:
-    """A tree cut, as the engine cuts it, to what its drafter reads after a text of this length."""
-    return tree.cut(max(0, engine.drafter.context - length))
 
 
 def _chunks(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
@@ -391,7 +386,7 @@ def _time_rounds(
 
     The first rounds are not counted (`costs.lead`). At the end of the output or the drafter's
     context rows are reset to the text."""
-    tree = within_context(engine, tree, len(text))
+    tree = tree.cut(engine.drafter.context - len(text))
     reach = min(size, engine.target.context, engine.drafter.context if tree.depth else size)
     new = max(1, reach - len(text))
     seqs = engine.begin(Sequences.of([text], new, slack=tree.room, device=engine.target.device))

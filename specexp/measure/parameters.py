@@ -195,18 +195,13 @@ def as_markdown() -> str:
 # --- checking ------------------------------------------------------------------------------------
 
 
-def check(params: Mapping[str, Any], texts: list[Prompt] | None = None) -> list[str]:
-    """Every problem with these parameters, one line each, without loading a weight.
-
-    texts: the prompts, by default those that the parameters name."""
-    return [problem.what for problem in problems_of(params, texts, Known())]
-
-
 def insist(
     params: Mapping[str, Any], texts: list[Prompt] | None = None, problems: Sequence[str] = ()
 ) -> None:
-    """Raises UserError with these problems and every one that `check` finds, one line each; or, if
-    there are any, with those that show without torch. Warns of values that have no effect."""
+    """Raises UserError with these problems and every one of `problems_of`, one line each; or, if
+    there are any, with those that show without torch. Warns of values that have no effect.
+
+    texts: the prompts, by default those that the parameters name."""
     known = Known()
     for light in (True, False):
         further = [problem.what for problem in problems_of(params, texts, known, light)]

@@ -187,32 +187,22 @@ def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Pr
 
 
 def longest(prompt: Prompt, tokenizer: Any) -> tuple[str, int]:
-    """The text of a prompt's last turn without the answers that are still to be decoded, and how
-    many those are."""
-    answers = answers_before_last(prompt)
+    """The text of a prompt's last turn, with a question for each answer that is still to be
+    decoded, and how many those are."""
+    answers = [*prompt.answers, *prompt.turns][: len(prompt.turns) - 1]
     return _in_template(tokenizer, prompt, answers), len(answers) - len(prompt.answers)
-
-
-def answers_before_last(prompt: Prompt) -> list[str]:
-    """The answers before the last turn: of one that is still to be decoded, its question."""
-    return [*prompt.answers, *prompt.turns][: len(prompt.turns) - 1]
 
 
 def _in_template(tokenizer: Any, prompt: Prompt, answers: Sequence[str]) -> str:
     """The conversation up to the turn behind these answers, in the target's chat template."""
     from specexp.names import chat_text  # of torch, too
 
-    return chat_text(tokenizer, messages(prompt, answers))
-
-
-def messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
-    """The conversation up to the turn behind these answers, in transformers' form."""
     messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
     for turn, answer in zip_longest(prompt.turns[: len(answers) + 1], answers):
         messages.append({"role": "user", "content": turn})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
-    return messages
+    return chat_text(tokenizer, messages)
 
 
 def _folder(folder: Path, paths: list[Path]) -> tuple[list[Prompt], str]:

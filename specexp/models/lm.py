@@ -166,7 +166,7 @@ class Unfused:
 
 
 @contextmanager
-def made_by_last_layer(module: Any, wanted: bool = True) -> Iterator[list[Tensor]]:
+def made_by_last_layer(module: Any, wanted: bool) -> Iterator[list[Tensor]]:
     """A list that gets the output of a transformers model's last layer, if that is `wanted`. Raises
     UserError for a model whose layers are in no nn.ModuleList."""
     made: list[Tensor] = []

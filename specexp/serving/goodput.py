@@ -96,7 +96,7 @@ class Acceptance:
         self.judged, self.accepted = [0.0] * deepest, [0.0] * deepest  # by depth
         self.requested = self.drafted = 0.0  # draft tokens that were planned, and that were made
 
-    def tokens(self, above: float = 0.0) -> list[float]:
+    def tokens(self, above: float) -> list[float]:
         """[draft length, from 0]: expected tokens of a row's round. The acceptance of each depth is
         shrunk to that of the depth before it, and then raised by `above` standard errors."""
         expected, share, chance, prior = [1.0], self.prior, 1.0, self.prior_tokens

@@ -36,8 +36,8 @@ class Request:
 @dataclass
 class Response:
     """A request and its outcome. `reason`: why it was refused or failed. Seconds from the server's
-    start: came_s, its arrival; begun_s, when it first got a row; ended_s. deliveries: (seconds,
-    tokens so far), one a round; passes: rounds that it took part in."""
+    start: came_s, its arrival; begun_s, when it first got a row. deliveries: (seconds, tokens so
+    far), one a round; passes: rounds that it took part in."""
 
     request: Request
     came_s: float
@@ -45,7 +45,6 @@ class Response:
     reason: str = ""
     tokens: list[int] = field(default_factory=list)
     begun_s: float | None = None
-    ended_s: float | None = None
     deliveries: list[tuple[float, int]] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
@@ -55,9 +54,9 @@ class Response:
     def over(self) -> bool:
         return self.state in ("done", "refused", "failed")
 
-    def end(self, state: State, reason: str, now: float) -> Response:
+    def end(self, state: State, reason: str) -> Response:
         assert not self.over, "a request is answered once"
-        self.state, self.reason, self.ended_s = state, reason, now
+        self.state, self.reason = state, reason
         return self
 
 

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 
 from specexp.errors import UserError, check_type
 from specexp.policy import Load, Plan, Policy, planned
-from specexp.sequences import token_ids
+from specexp.sequences import check_tokens
 from specexp.serving.engine_rows import EngineRows, OutOfMemory, window
 from specexp.serving.requests import Request, Response, Row, ServerStep, State
 from specexp.serving.simulated_rows import SimulatedRows
@@ -69,7 +69,7 @@ class Server:
         """Queue a request, or refuse it with the reason; invalid ones never reach a row."""
         response = Response(request, self.now if came_s is None else came_s)
         if reason := self._refusal(request):
-            return response.end("refused", reason, self.now)
+            return response.end("refused", reason)
         self.waiting.append(response)
         return response
 
@@ -77,7 +77,7 @@ class Server:
         P, need = len(request.prompt), len(request.prompt) + request.new
         most = min(self.rows.context, self.rows.slots - self.rows.slack)
         try:
-            token_ids(request.prompt, "the prompt", self.rows.vocab)
+            check_tokens(request.prompt, "the prompt", self.rows.vocab)
         except UserError as e:
             return str(e)
         if request.new < 1:
@@ -231,7 +231,7 @@ class Server:
 
     def _vacate(self, at: int, state: State, reason: str = "") -> None:
         """End the request of a row, and free the row."""
-        self._leave(at, broken=state == "failed").end(state, reason, self.now)
+        self._leave(at, broken=state == "failed").end(state, reason)
 
     def _leave(self, at: int, broken: bool = False) -> Response:
         """Free a row; its request keeps what it has generated."""
@@ -269,4 +269,4 @@ class Server:
 
 def _within(plan: Plan, budget: tuple[int, ...]) -> Plan:
     """The plan with this budget, its tree no deeper than the largest."""
-    return plan._replace(tree=plan.tree.cut(max(0, *budget)), budget=budget)
+    return plan._replace(tree=plan.tree.cut(max(budget)), budget=budget)

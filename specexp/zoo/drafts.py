@@ -165,14 +165,14 @@ def folder_of(name: str, layers: int, out: Path | None = None) -> Path:
 
 def train(
     engine: Engine, tokenizer: Any, name: str, prompts: Sequence[list[int]], layers: int,
-    minutes: float, out: Path | None = None, work: Path | None = None, source: str = "",
+    minutes: float, out: Path | None = None, source: str = "",
 ) -> Path:  # fmt: skip
     """Cut a draft from the target of an engine and train it for about so many minutes; returns the
     folder written, `zoo/drafts` of the store by default. The same command resumes a killed run.
 
     prompts: token ids of what the target is to answer; source: what they are, in words. Raises
     UserError if the answers are too few to learn from."""
-    target, work = engine.target.module, work or shelf.store() / "zoo"
+    target, work = engine.target.module, shelf.store() / "zoo"
     draft = cut(target, layers)
     digest = digest_of(target, prompts, minutes)
     file = work / f"{name}-draft-{digest}.pt"
@@ -200,7 +200,7 @@ def train(
     answers = {"source": source, "answered": len(documents), "digest": digest,
                "temperature": engine.sampling.temperature}  # fmt: skip
     draft.set_output_embeddings(head)  # that of config.json; `shorten_head` takes its part again
-    folder = folder_of(name, layers, out or work / "drafts")
+    folder = folder_of(name, layers, out)
     facts = {
         "name": folder.name, "role": "draft", "target": name,
         "about": f"{counted(layers, 'layer')} of {name}, taught on its own answers.",

@@ -204,8 +204,8 @@ def unrolled(T: int, number: int, like: Tensor) -> Tensor:
 
 
 def train_heads(
-    kind: str, target: str | Path, out: Path | None = None, work: Path | None = None,
-    device: str = "cpu", quick: bool = False, text: Path | None = None,
+    kind: str, target: str | Path, out: Path | None = None, device: str = "cpu",
+    quick: bool = False, text: Path | None = None,
     watch: Callable[[train.Curve], object] = lambda curve: None,
 ) -> Path:  # fmt: skip
     """Train heads of a kind for any target in Hugging Face format; returns the folder written.
@@ -213,8 +213,8 @@ def train_heads(
     `text`: a training text, by default the zoo's, which only a checkout has; the target's
     continuations of parts of it are trained on as well. `watch(curve)` is called at every
     checkpoint with the loss and, per drafted position, the accuracy on held-out text, at this and
-    at all earlier ones. `out`: by default `zoo/models` of the store; `work`: folder of the
-    checkpoints. `quick`: a smoke test, whose heads are useless. A killed run resumes.
+    at all earlier ones. `out`: by default `zoo/models` of the store. `quick`: a smoke test, whose
+    heads are useless. A killed run resumes.
 
     Raises UserError for an unknown kind, target, device or text."""
     insist_on_heads(kind)
@@ -222,7 +222,7 @@ def train_heads(
     if fitting.split(str(target))[1]:
         raise UserError(f"{last}: heads are trained on unquantised weights; leave out +int8")
     train.check_device(device)
-    work = work or shelf.store() / "zoo"
+    work = shelf.store() / "zoo"
     recipe = HEADS[kind].quick() if quick else HEADS[kind]
     tokenizer = read_tokenizer(target)
     if tokenizer.eos_token_id is None:

@@ -9,9 +9,6 @@ from support.command_line import ran
 from specexp.errors import UserError
 from specexp.measure import interleave
 from specexp.measure.hardware import roofline, suites, work
-from specexp.measure.prompts import Prompt
-
-PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq mean mean",))]
 
 
 def test_report_in_a_folder_is_named_by_machine(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from support.tiny import (
     TREES,
     Alphabet,
     Even,
+    InTurn,
     NoHostReads,
     V,
     draft_module,
@@ -129,7 +130,7 @@ PATTERNS = (0, 0, 0, 3), (3, 0, 3, 1, 0, 0), (1, 0, 4, 0, 2)
 def test_drafter_catches_up_after_rounds_without_a_draft(kind, pattern):
     """What it drafts after rounds without draft tokens is what it would draft of the same text."""
     made = engine(kind, "chain", "match", temperature=0.9)
-    made.policy = Alternating(pattern)
+    made.policy = InTurn(*map(Tree.chain, pattern))
     found = made.generate(PROMPTS, NEW)
     assert found.tokens == made.plain().generate(PROMPTS, NEW).tokens
     if kind == "recycle":
@@ -149,20 +150,6 @@ def test_drafter_catches_up_after_rounds_without_a_draft(kind, pattern):
             new = found.tokens[step.row][told[step.row] :][: step.emitted]
             texts[step.row] += new
             told[step.row] += step.emitted
-
-
-class Alternating:
-    """Chains of these lengths in turn."""
-
-    def __init__(self, pattern):
-        self.pattern, self.round = pattern, -1
-        self.widest = max(pattern) + 1
-
-    def choose(self, load):
-        self.round += 1
-        return Plan(Tree.chain(self.pattern[self.round % len(self.pattern)]))
-
-    def learn(self, load, plan, steps, seconds): ...
 
 
 class Wordy(Alphabet):

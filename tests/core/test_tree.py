@@ -63,9 +63,9 @@ def test_chain_and_branching_have_their_parents():
     assert Tree.branching(1, 1) == Tree.chain(2)
 
 
-@given(trees(), st.integers(0, 10))
-def test_cut_keeps_the_nodes_within_the_depth(tree, depth):
-    cut = tree.cut(depth)
+@given(trees(), st.integers(-3, 10))
+def test_cut_keeps_the_root_and_the_nodes_within_the_depth(tree, depth):
+    cut, depth = tree.cut(depth), max(0, depth)
     assert len(cut) == sum(len(path_to(tree, i)) - 1 <= depth for i in range(len(tree)))
     assert cut.depth == min(depth, tree.depth)
 

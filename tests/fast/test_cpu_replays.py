@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import one_in
 from support.tape import covered, recorded, unrecorded
-from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
-from test_cuda_graphs import Turns, told
+from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, InTurn, engine
+from test_cuda_graphs import TURNS, told
 from torch import Tensor
 
 from specexp.engine import Engine
@@ -64,7 +64,7 @@ def test_replayed_rounds_are_the_rounds(kind, tree, law):
 def test_policies_may_change_trees(temperature):
     def text(make):
         made = make("model", temperature=temperature)
-        made.policy = Turns(3, 1, 0, 2)
+        made.policy = InTurn(*TURNS)
         return told(made.generate(PROMPTS, 60))
 
     assert text(fast) == text(slow)

@@ -11,7 +11,17 @@ import pytest
 import torch
 from conftest import also, in_turn, on_every_device, one_in
 from support.tape import Counted, Tape, covered, operations, taped, untaped
-from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, draft_module, engine, expected, module
+from support.tiny import (
+    DRAFTERS,
+    NEW,
+    PROMPTS,
+    TREES,
+    InTurn,
+    draft_module,
+    engine,
+    expected,
+    module,
+)
 
 from specexp.drafters import Drafter
 from specexp.drafters.model import DraftModel
@@ -26,7 +36,7 @@ from specexp.measure.under_load.loops import AllHalfNone
 from specexp.models.lm import fill
 from specexp.models.load import of_module
 from specexp.ops import OPS, fast
-from specexp.policy import Fixed, Plan
+from specexp.policy import Fixed
 from specexp.rules import Match
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
@@ -49,20 +59,7 @@ MIXED = [
     for kind in DRAFTERS
 ]
 LONG = 40
-
-
-class Turns:
-    """Chains of these lengths in turn."""
-
-    def __init__(self, *gammas):
-        self.gammas, self.round = gammas, -1
-        self.widest = max(gammas) + 1
-
-    def choose(self, load):
-        self.round += 1
-        return Plan(Tree.chain(self.gammas[self.round % len(self.gammas)]))
-
-    def learn(self, load, plan, steps, seconds): ...
+TURNS = [Tree.chain(gamma) for gamma in (3, 1, 0, 2)]
 
 
 def told(found):
@@ -100,7 +97,7 @@ def test_rounds_of_several_trees_are_a_graph_each(kind, device):
     asked = {"dtype": torch.float32, "device": device}
     one, other = taped(engine(kind, **asked)), untaped(engine(kind, **asked))
     for made in (one, other):
-        made.policy = Turns(3, 1, 0, 2)
+        made.policy = InTurn(*TURNS)
     assert told(one.generate(PROMPTS, 60)) == told(other.generate(PROMPTS, 60))
     assert len(one.recorder.tape.recorded) >= (1 if kind == "null" else 4)
 
@@ -211,7 +208,7 @@ def test_no_round_is_begun_that_nobody_can_need(watched):
 def test_ends_and_contexts_hold_while_rounds_are_under_way(watched, kind):
     eos = (3, 9, 17)
     made, _ = watched(kind, eos=eos)
-    made.policy = Turns(3, 1, 0, 2)
+    made.policy = InTurn(*TURNS)
     other = engine(kind, eos=eos)
     assert made.generate(PROMPTS, LONG).tokens == other.generate(PROMPTS, LONG).tokens
     for pairing in (made, other):
@@ -497,7 +494,7 @@ def test_served_texts_are_the_texts(kind, ragged, device, reading):
     made = taped(engine(kind, "chain", "match", device=device, **asked))
     bank = EngineRows(made, count=6, slots=64, slack=5)
     requests = [Request(p, NEW, stream=i) for i, p in enumerate(PROMPTS * 2)]
-    server = Server(bank, AllHalfNone(3) if ragged else Turns(3, 0, 2), chunk=8)
+    server = Server(bank, AllHalfNone(3) if ragged else InTurn(*TURNS), chunk=8)
     responses = serve(server, Source(requests, 5))
     texts = [a.tokens for a in sorted(responses, key=lambda a: a.request.stream)]
     plain = engine("null", "empty", **asked)

@@ -8,13 +8,6 @@ from support.served import ANSWERS, TICKS, run_of, samples, tick
 
 from specexp import figures
 from specexp.measure import under_load
-from specexp.measure.under_load import served
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
 
 
 def drawn_of(axes) -> dict[str, list[float]]:
@@ -93,13 +86,13 @@ def test_title_of_a_replica_says_its_best_once(second, words):
 
 def test_timelines_title_names_first_and_last(tmp_path):
     slow, fast = [*TICKS, tick(5.0, 31.0, live=1)], TICKS
-    tables = {"plain": under_load.timeline(slow, 5), "goodput": under_load.timeline(fast, 5)}
+    tables = {"plain": under_load.timeline(slow), "goodput": under_load.timeline(fast)}
     title, once = drawn(figures.under_load.timelines(tables), tmp_path).split("\n")
     assert title == "The same arrivals: all answered after 5 s under goodput, 31 s under plain"
     assert once == "No intervals: each policy served them once"
     spans = [axes.get_xlim() for axes in figures.under_load.timelines(tables).axes]
     assert spans == [(0, 31)] * 4, "one time, also where nothing was drafted at first"
-    idle = {"plain": under_load.timeline([tick(0.0, 1.0, live=1)], 5)}
+    idle = {"plain": under_load.timeline([tick(0.0, 1.0, live=1)])}
     waiting = figures.under_load.timelines(idle).axes[1]
     ticks = [text.get_text() for text in waiting.get_yticklabels()]
     assert set(ticks) == {"0", "1"}, "requests are whole, also where none waits"

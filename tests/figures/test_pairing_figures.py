@@ -4,6 +4,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from support.questions import PROMPTS
+from support.readable import title
 
 from specexp import figures
 from specexp.measure import one_pairing, summaries
@@ -22,7 +23,7 @@ def test_every_pairing_figure_has_a_title(acceptance, latency, throughput, pairi
     drawn = [
         figures.pairings.by_category(acceptance), figures.pairings.by_position(acceptance),
         figures.pairings.by_temperature(warm),
-        figures.pairings.over_gamma(summaries.speedups(latency, "gamma"), predicted),
+        figures.pairings.over_gamma(summaries.speedups(latency, "gamma", predicted), predicted),
         figures.pairings.round_costs(costs),
         figures.pairings.throughput(by_batch), figures.pairings.over_batch(by_batch),
     ]  # fmt: skip
@@ -30,11 +31,6 @@ def test_every_pairing_figure_has_a_title(acceptance, latency, throughput, pairi
         assert title(figure)
         assert figure.axes[0].has_data()
     assert not plt.get_fignums()
-
-
-def title(figure) -> str:
-    above = figure.get_suptitle()
-    return above.replace("\n", " ") or figure.axes[0].get_title(loc="left")
 
 
 def sweep(*speedups: tuple[float, float, float]) -> pd.DataFrame:
@@ -335,6 +331,7 @@ def test_timings_that_cannot_be_are_said():
     assert "not credible" in title(figures.pairings.forest(arms((2.5, 2.4, 2.6))))
     measured = arms((1.5, 1.4, 1.6)).assign(gamma=2)
     predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 4.6]})
+    measured = summaries.judged(measured, predicted)
     assert "not credible" in title(figures.pairings.over_gamma(measured, predicted))
     costs = pd.DataFrame({"gamma": [0, 2], "draft_s": [0, 1], "verify_s": [1, 0.5], "rest_s": 0.0})
     assert "not credible" in title(figures.pairings.round_costs(costs))

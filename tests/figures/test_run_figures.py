@@ -5,17 +5,13 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 import pytest
+from support.readable import title
 
 from specexp import figures
 from specexp.measure import statistics
 from specexp.tracking import compare
 
 SIMULATIONS = 100
-
-
-def title(figure) -> str:
-    above = figure.get_suptitle()
-    return above.replace("\n", " ") or figure.axes[0].get_title(loc="left")
 
 
 def test_runs_of_different_categories_share_a_figure():
@@ -55,7 +51,8 @@ def test_paths_are_cut_to_what_tells_them_apart_and_fit_their_figures():
     assert list(short["params.drafter"]) == ["small/step-1000", "large/step-1000", "ngram"]
     figures.runs.by_category(short)
     steps = [{"step": step, "value": 1.0, "low": 0.9, "high": 1.1} for step in (1, 4)]
-    rows = [{"run_id": name, "drafter": name} | step for name in drafters for step in steps]
+    about = [{"run_id": name, "drafter": name, "credible": True} for name in drafters]
+    rows = [run | step for run in about for step in steps]
     figures.runs.over_batch(pd.DataFrame(rows))
 
 
@@ -64,7 +61,8 @@ def test_runs_of_several_targets_are_told_apart():
     pairs = {"params.drafter": ["ngram", "ngram"], "params.target": ["big", "small"]}
     runs = pd.DataFrame(pairs | metrics | {"experiment": "x"})
     curves = pd.DataFrame({"run_id": ["a", "b"], "drafter": "ngram", "target": ["big", "small"],
-                           "step": 1, "value": 1.5, "low": 1.4, "high": 1.6})  # fmt: skip
+                           "credible": True, "step": 1, "value": 1.5, "low": 1.4,
+                           "high": 1.6})  # fmt: skip
     several = {"ngram, target big", "ngram, target small"}
     for draw, table in (
         (figures.runs.rate_and_speedup, runs), (figures.runs.over_batch, curves),
@@ -148,8 +146,8 @@ def test_very_wide_intervals_of_runs_leave_room_for_the_points():
             for name, high in (("a", 1.4), ("b", 25))]  # fmt: skip
     [axes] = figures.runs.rate_and_speedup(pd.DataFrame(rows)).axes
     assert axes.get_yscale() == "log", "as of all ratios that have no zero"
-    steps = [{"run_id": "a", "drafter": "a", "step": s, "value": 1.2, "low": 0.2, "high": 25}
-             for s in (1, 4)]  # fmt: skip
+    steps = [{"run_id": "a", "drafter": "a", "step": s, "value": 1.2, "low": 0.2, "high": 25,
+              "credible": True} for s in (1, 4)]  # fmt: skip
     assert figures.runs.over_batch(pd.DataFrame(steps)).axes[0].get_ylim()[1] < 3
 
 

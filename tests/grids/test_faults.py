@@ -28,6 +28,7 @@ from support.faults import (
     quick_machines,
 )
 from support.processes import until
+from support.stores import Outage
 
 from specexp.grids import points as grid
 from specexp.grids import runner
@@ -583,20 +584,6 @@ def test_moved_store_works(bench):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(runner, "PATIENCE_S", 0)
-
-
-class Outage:
-    """MLflow cannot be reached in the first `times` calls; `calls` counts them all."""
-
-    def __init__(self, monkeypatch, times: int):
-        self.times, self.calls, self.publish = times, 0, runs._publish
-        monkeypatch.setattr(runs, "_publish", self)
-
-    def __call__(self, folder: Path) -> str:
-        self.calls += 1
-        if self.calls <= self.times:
-            raise MlflowException("database is locked")
-        return self.publish(folder)
 
 
 def go(points: list[grid.Point], **job) -> tuple[int, str]:

@@ -12,6 +12,7 @@ import yaml
 from conftest import TRIVIAL, also, one_in, tiny_llama
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from support.problems import problems
 
 from specexp import api
 from specexp.errors import UserError
@@ -1004,8 +1005,8 @@ def test_check_rejects_absent_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
-    assert parameters.check({"device": "cuda:1"}) == []
-    assert parameters.check({"device": "cuda:2"}) == [
+    assert problems({"device": "cuda:1"}) == []
+    assert problems({"device": "cuda:2"}) == [
         "device 'cuda:2' does not exist; GPUs here: 2, from cuda:0"
     ]
 
@@ -1013,9 +1014,9 @@ def test_check_rejects_absent_gpu(monkeypatch):
 def test_check_rejects_policy_deeper_than_its_drafter():
     base = {"target": "target-10m", "drafter": "medusa", "gamma": 1}
     said = "policy 'always:5' drafts 5 tokens; use 0 to 3 here"
-    assert parameters.check(base | {"policies": ["always:3", "plain", "goodput"]}) == []
-    assert parameters.check(base | {"policies": ["always:3", "always:5"]}) == [said]
-    assert parameters.check(base | {"rivals": ["ngram"], "policy": "always:5"}) == [said]
+    assert problems(base | {"policies": ["always:3", "plain", "goodput"]}) == []
+    assert problems(base | {"policies": ["always:3", "always:5"]}) == [said]
+    assert problems(base | {"rivals": ["ngram"], "policy": "always:5"}) == [said]
 
 
 @pytest.mark.parametrize(
@@ -1050,7 +1051,7 @@ def test_check_rejects_policy_deeper_than_its_drafter():
     ],
 )  # fmt: skip
 def test_check_rejects_impossible_parameter(params, said):
-    [problem] = parameters.check(params)
+    [problem] = problems(params)
     assert said in problem
 
 
@@ -1059,18 +1060,18 @@ def test_check_rejects_draft_with_fewer_logits_than_tokens(tiny_folders, tmp_pat
     tokenizer = read_tokenizer(tiny_folders[0])
     tokenizer.save_pretrained(tmp_path)
     tiny_llama(0, 1, vocab=len(tokenizer) - 3).save_pretrained(tmp_path)
-    [said] = parameters.check({"target": tiny_folders[0], "drafter": f"{method}{tmp_path}"}, [])
+    [said] = problems({"target": tiny_folders[0], "drafter": f"{method}{tmp_path}"}, [])
     assert said.startswith(f"{tmp_path} has {len(tokenizer) - 3} logits for a tokenizer of")
 
 
 def test_check_suggests_crossed_for_another_tokenizer(tiny_folders):
-    [said] = parameters.check({"target": "target-10m", "drafter": tiny_folders[1]})
+    [said] = problems({"target": "target-10m", "drafter": tiny_folders[1]})
     assert said.endswith(f"translate with drafter crossed:{tiny_folders[1]}")
-    assert parameters.check({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
+    assert problems({"target": "target-10m", "drafter": f"crossed:{tiny_folders[1]}"}) == []
 
 
 def test_planted_without_a_draft_model_says_that_it_runs_one(tiny_folders):
-    [said] = parameters.check({"target": tiny_folders[0], "drafter": "planted:0.5"}, [])
+    [said] = problems({"target": tiny_folders[0], "drafter": "planted:0.5"}, [])
     assert said.startswith(
         "drafter planted runs a draft model in every round, and the zoo has none"
     )
@@ -1101,17 +1102,17 @@ def test_notebooks_call_insist_first_and_it_reports_all():
 
 def test_check_applies_temperatures_to_the_drafter_not_rivals():
     base = {"target": "target-10m", "drafter": "sibling-3m", "rivals": ["ngram"], "rule": "reject"}
-    assert parameters.check(base | {"temperatures": [0.0, 1.0]}) == []
-    [said] = parameters.check(base | {"temperature": 1.0})
+    assert problems(base | {"temperatures": [0.0, 1.0]}) == []
+    [said] = problems(base | {"temperature": 1.0})
     assert "chosen, not drawn" in said
-    [said] = parameters.check(base | {"temperatures": [0.0, 1.0], "drafter": "suffix"})
+    [said] = problems(base | {"temperatures": [0.0, 1.0], "drafter": "suffix"})
     assert "suffix" in said
 
 
 def test_check_reports_too_long_prompts_in_one_line():
-    [said] = parameters.check({"target": "target-10m", "max_new_tokens": 10**6})
+    [said] = problems({"target": "target-10m", "max_new_tokens": 10**6})
     assert said.endswith("(also too long: 79 more prompts)")
-    [said] = parameters.check({"target": "target-10m", "max_new_tokens": 10**6, "limit": 2})
+    [said] = problems({"target": "target-10m", "max_new_tokens": 10**6, "limit": 2})
     assert said.endswith("(also too long: 1 more prompt)")
 
 
@@ -1128,10 +1129,7 @@ def test_a_drafter_that_the_grid_file_does_not_set_is_said_to_be_the_notebooks(l
 
 
 def test_default_gamma_is_within_the_drafters_depth():
-    assert (
-        parameters.check({"target": "target-10m", "drafter": "medusa", "policies": ["goodput"]})
-        == []
-    )
+    assert problems({"target": "target-10m", "drafter": "medusa", "policies": ["goodput"]}) == []
     assert api.load(drafter="medusa").engine.policy.tree.depth == 3
 
 

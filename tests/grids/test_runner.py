@@ -23,7 +23,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import BAD_REQUEST, INVALID_PARAMETER_VALUE
 from rich.console import Console
 from support.processes import alive, until
-from support.stores import problems
+from support.stores import Outage, problems
 
 from specexp.grids import points as grid
 from specexp.grids import progress
@@ -43,6 +43,10 @@ def go(points: list[grid.Point], **options) -> tuple[int, str]:
     console = Console(record=True, width=200, force_terminal=False)
     code = run.run(points, console, **options)
     return code, console.export_text()
+
+
+def fails(*_) -> None:
+    raise Failure("error", "planted")
 
 
 def all_runs() -> list:
@@ -241,10 +245,7 @@ def test_status_creates_no_store(points, tmp_path, monkeypatch):
 
 
 def test_failure_of_an_earlier_run_is_reported_as_such(store, points, monkeypatch):
-    def fail(*_):
-        raise Failure("error", "planted")
-
-    monkeypatch.setattr(local, "execute", fail)
+    monkeypatch.setattr(local, "execute", fails)
     todo = points(x=[1])
     assert "s  trivial x=1  error: planted" in go(todo)[1]
     assert "  trivial x=1  in an earlier run: error: planted" in go(todo)[1]
@@ -773,9 +774,6 @@ def test_failed_forced_run_keeps_the_old_result(store, points, monkeypatch):
     assert go(todo)[0] == 0
     [before] = all_runs()
 
-    def fails(*args):
-        raise Failure("error", "planted")
-
     monkeypatch.setattr(local, "execute", fails)
     assert go(todo, force=True)[0] == 1
     assert intact(store / "results" / todo[0].run_key)
@@ -865,21 +863,8 @@ def test_result_of_another_gpu_than_its_key_names_is_refused(store, points):
     assert f"invalid-result: it ran on {here}, and its key names Other GPU: leave out" in said
 
 
-class Outage:
-    """MLflow cannot be reached in the first `times` calls."""
-
-    def __init__(self, times):
-        self.left, self.publish = times, runs._publish
-
-    def __call__(self, folder):
-        if self.left:
-            self.left -= 1
-            raise MlflowException("database is locked")
-        return self.publish(folder)
-
-
 def test_short_mlflow_outage_is_waited_for(store, points, monkeypatch):
-    monkeypatch.setattr(runs, "_publish", Outage(2))
+    Outage(monkeypatch, 2)
     todo = points(x=[1])
     code, said = go(todo)
     assert code == 0
@@ -889,7 +874,7 @@ def test_short_mlflow_outage_is_waited_for(store, points, monkeypatch):
 
 def test_long_mlflow_outage_loses_nothing(store, points, monkeypatch):
     monkeypatch.setattr(run, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(runs, "_publish", Outage(1000))
+    Outage(monkeypatch, 1000)
     todo = points(x=[1, 2])
     code, said = go(todo)
     assert code == 1
@@ -906,9 +891,9 @@ def test_long_mlflow_outage_loses_nothing(store, points, monkeypatch):
 
 def test_result_that_mlflow_took_late_is_not_called_another_runners(store, written, monkeypatch):
     monkeypatch.setattr(run, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(runs, "_publish", outage := Outage(1000))
+    outage = Outage(monkeypatch, 1000)
     assert go(written(1))[0] == 1
-    outage.left = 1
+    outage.times = outage.calls + 1
     code, said = go(written(1))
     assert code == 0
     assert "done" in said
@@ -918,15 +903,11 @@ def test_result_that_mlflow_took_late_is_not_called_another_runners(store, writt
 def test_later_success_is_kept_during_an_mlflow_outage(store, points, monkeypatch):
     [point] = points(x=[1])
     with monkeypatch.context() as planted:
-
-        def fails(*args):
-            raise Failure("error", "planted")
-
         planted.setattr(local, "execute", fails)
         assert go([point])[0] == 1
     with monkeypatch.context() as away:
         away.setattr(run, "PATIENCE_S", 0.0)
-        away.setattr(runs, "_publish", Outage(1000))
+        Outage(away, 1000)
         assert "kept" in go([point], retry_failed=True)[1]
         code, said = go([point])
     assert code == 1

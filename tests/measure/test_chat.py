@@ -7,12 +7,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from conftest import tiny_llama, tiny_tokenizer
+from support.problems import problems
 from tokenizers.processors import TemplateProcessing
 
 import specexp
 from specexp.commands import app
 from specexp.errors import UserError
-from specexp.measure import one_pairing, parameters, statistics, summaries
+from specexp.measure import one_pairing, statistics, summaries
 from specexp.measure.prompts import Prompt, in_chat, longest
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -107,7 +108,7 @@ def test_only_marked_prompts_are_chats_without_the_option(pairing):
 
 def test_tokenizer_without_chat_template_is_refused(tiny_folders):
     params = {"target": tiny_folders[0], "drafter": "ngram", "max_new_tokens": 4, "chat": True}
-    [problem] = parameters.check(params, [Prompt(1, "a", ("x",))])
+    [problem] = problems(params, [Prompt(1, "a", ("x",))])
     assert problem == "the target's tokenizer has no chat template; leave chat out"
 
 

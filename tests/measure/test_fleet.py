@@ -434,17 +434,6 @@ def test_policy_that_misses_the_limits_is_shown_so():
     [
         (lambda: settled(names=("goodput",)), "name plain, too"),
         (lambda: fleet.hourly(settled(0.5), 50), "plain misses the limits on an idle replica"),
-    ],
-)
-def test_bad_setting_is_one_line(call, said):
-    with pytest.raises(UserError, match=said) as e:
-        call()
-    assert "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
         (lambda: day(-1, 5, LENGTHS, 0), "rate is -1; use 1e-6 to 1e6"),
         (lambda: paces_of(planted(), "always:9", KEPT, 4, 64), "use 0 to 5 here"),
         (lambda: paces_of(planted(), "sometimes", KEPT, 4, 64), "is unknown"),

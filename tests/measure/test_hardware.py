@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from support.hybrids import hybrid
+from support.questions import TWO
 from support.tape import Tape, recorded, taped
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -19,14 +20,12 @@ from specexp.figures import hardware
 from specexp.measure import statistics
 from specexp.measure.hardware import roofline, suites, work
 from specexp.measure.hardware.phases import PHASES, PassTimed, PhaseClock, phases
-from specexp.measure.prompts import Prompt
 from specexp.models.lm import LM
 from specexp.models.load import of_module
 from specexp.recording import Recorder, recorder_for
 from specexp.rules import Match, Reject
 
 CPU = torch.device("cpu")
-PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq mean mean",))]
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +156,7 @@ def costly(monkeypatch, now):
 
 
 def test_round_phases_match_planted_times(pairing, costly):
-    report = phases(pairing, [p.text for p in PROMPTS], 12, 2)
+    report = phases(pairing, [p.text for p in TWO], 12, 2)
     fast, plain = report["fast"], report["plain"]
     ms = {phase: of["ms"] for phase, of in fast["phases"].items()}
     assert ms == {"draft": 6000, "verify": 6000, "accept": 2000, "commit": 1000, "host": 0}
@@ -174,17 +173,17 @@ def test_round_phases_match_planted_times(pairing, costly):
 
 
 def test_round_speedup_is_of_delivered_tokens(pairing, costly):
-    report = phases(pairing, [PROMPTS[0].text], 12, 1)
+    report = phases(pairing, [TWO[0].text], 12, 1)
     engine = pairing.with_().engine
     engine.eos = ()
-    rounds = len(engine.generate(pairing.encode([PROMPTS[0].text]), 12).trace.rounds)
+    rounds = len(engine.generate(pairing.encode([TWO[0].text]), 12).trace.rounds)
     assert report["speedup"]["measured"]["value"] == pytest.approx(12 * 8 / (rounds * 15))
 
 
 def test_round_intervals_are_of_repeats_however_much_prompts_differ(pairing, costly):
-    each = [phases(pairing, [p.text], 12, 1)["speedup"]["measured"]["value"] for p in PROMPTS]
+    each = [phases(pairing, [p.text], 12, 1)["speedup"]["measured"]["value"] for p in TWO]
     assert each[0] != each[1]
-    report = phases(pairing, [p.text for p in PROMPTS], 12, 3)
+    report = phases(pairing, [p.text for p in TWO], 12, 3)
     speedup = report["speedup"]["measured"]
     assert min(each) < speedup["value"] < max(each)
     assert speedup["low"] == pytest.approx(speedup["value"]) == speedup["high"]
@@ -195,7 +194,7 @@ def test_round_intervals_are_of_repeats_however_much_prompts_differ(pairing, cos
 def test_round_speedup_that_cannot_be_is_said(pairing, costly, monkeypatch, value):
     measured = statistics.Interval(value, value - 0.1, value + 0.1)
     monkeypatch.setattr(statistics, "speedup", lambda *columns, same_work: measured)
-    report = phases(pairing, [PROMPTS[0].text], 12, 1)
+    report = phases(pairing, [TWO[0].text], 12, 1)
     _, (*_, last) = hardware.tables("round", report)
     assert ("not credible: was the machine busy?" in last) == (value == 99)
 
@@ -205,7 +204,7 @@ def test_round_speedup_that_cannot_be_is_said(pairing, costly, monkeypatch, valu
 def test_clocked_round_changes_nothing(pairing, monkeypatch, graphs, temperature):
     monkeypatch.setenv("SPECEXP_GRAPHS", graphs)
     engine = pairing.with_(temperature=temperature).engine
-    ids = pairing.encode([PROMPTS[0].text])
+    ids = pairing.encode([TWO[0].text])
     clean, clock = engine.generate(ids, 12), PhaseClock(engine.target.device)
     clocked = Engine.of(engine, clock=clock)
     for _ in range(3):
@@ -220,7 +219,7 @@ def test_clocked_round_changes_nothing(pairing, monkeypatch, graphs, temperature
 @pytest.mark.compiler
 def test_clock_of_compiled_passes(pairing, monkeypatch):
     seconds = iter([3.0, 8.0])
-    engine, ids = PassTimed.of(pairing.with_().engine), pairing.encode([PROMPTS[0].text])
+    engine, ids = PassTimed.of(pairing.with_().engine), pairing.encode([TWO[0].text])
     trace = engine.generate(ids, 12).trace
     assert 0 < engine.passes_s < trace.decode_s
     monkeypatch.setattr(passes, "passes_s", lambda: next(seconds))
@@ -230,7 +229,7 @@ def test_clock_of_compiled_passes(pairing, monkeypatch):
 
 
 def test_watched_rounds_split_cuda_graphs(pairing):
-    engine, ids = taped(pairing.apart().with_(gamma=1).engine), pairing.encode([PROMPTS[0].text])
+    engine, ids = taped(pairing.apart().with_(gamma=1).engine), pairing.encode([TWO[0].text])
     clean = engine.generate(ids, 30)
     assert set(engine.recorder.tape.recorded) == {"round"}
     clock = PhaseClock(engine.target.device)
@@ -248,7 +247,7 @@ def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
     monkeypatch.setattr(passes.Native, "by_length_up_to", 0)  # a tape knows only torch's operations
     taped_rig = pairing.apart()
     for name in work.NAMES:
-        settings = (PROMPTS, [1, 2], 12, 1)
+        settings = (TWO, [1, 2], 12, 1)
         report, expected = (
             suites.run(name, taped_rig, *settings),
             suites.run(name, pairing, *settings),
@@ -259,13 +258,13 @@ def test_suites_run_on_cuda_graphs(monkeypatch, pairing):
 
 
 def test_draft_phase_of_a_drafter_without_model(pairing):
-    report = phases(pairing.with_(drafter="ngram"), [PROMPTS[0].text], 8, 1)
+    report = phases(pairing.with_(drafter="ngram"), [TWO[0].text], 8, 1)
     assert report["fast"]["phases"]["draft"]["ms"] > 0
 
 
 def test_planted_drafter_does_not_pay_for_the_target(pairing, costly, tiny_folders):
     planted = pairing.with_(drafter=f"planted:0.5,{tiny_folders[1]}")
-    fast = phases(planted, [PROMPTS[0].text], 8, 1)["fast"]
+    fast = phases(planted, [TWO[0].text], 8, 1)["fast"]
     ms = {phase: of["ms"] for phase, of in fast["phases"].items()}
     assert (ms["draft"], ms["verify"], ms["accept"], ms["host"]) == (6000, 6000, 2000, 0)
 
@@ -273,4 +272,4 @@ def test_planted_drafter_does_not_pay_for_the_target(pairing, costly, tiny_folde
 def test_eagle_layer_has_no_pass_of_its_own():
     pairing = api.load(drafter="eagle", gamma=2)
     assert [lm.name for lm in roofline.causal(pairing)] == ["target-10m"]
-    assert phases(pairing, [PROMPTS[0].text], 8, 1)["fast"]["phases"]["draft"]["ms"] > 0
+    assert phases(pairing, [TWO[0].text], 8, 1)["fast"]["phases"]["draft"]["ms"] > 0

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.problems import problems
 
 from specexp import api, errors
 from specexp.measure import parameters
@@ -47,7 +48,7 @@ def test_lists_are_of_parameters_in_the_table():
 
 
 def test_value_of_another_type_is_left_to_its_notebook():
-    assert parameters.check({"count": "many", "rows": "a"}) == []
+    assert problems({"count": "many", "rows": "a"}) == []
 
 
 @pytest.mark.parametrize(

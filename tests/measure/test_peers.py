@@ -6,14 +6,12 @@ import types
 
 import pytest
 import torch
+from support.questions import TWO
 
 import specexp
 from specexp.measure import interleave
 from specexp.measure.hardware import peers
-from specexp.measure.prompts import Prompt
 from specexp.sampling import Sampling
-
-PROMPTS = [Prompt(1, "code", ("def mean(values):",)), Prompt(2, "messy", ("zz qq mean mean",))]
 
 
 def test_peers_write_equal_texts(pairing):
@@ -21,7 +19,7 @@ def test_peers_write_equal_texts(pairing):
     kept = [module.generation_config for module in modules]
     for config in kept:
         config.eos_token_id = list(range(pairing.target.vocab))  # any token would end a text
-    report = peers.peers(pairing, PROMPTS, [2], 10, 2)
+    report = peers.peers(pairing, TWO, [2], 10, 2)
     assert [module.generation_config for module in modules] == kept
     assert [(r["work"], r["batch"]) for r in report["rows"]] == [
         ("plain", 1), ("draft", 1), ("lookup", 1), ("plain over compiled", 1), ("plain", 2),
@@ -39,14 +37,14 @@ def test_peers_follow_the_generation_config_of_the_target(tiny_folders, tmp_path
     folder = shutil.copytree(tiny_folders[0], tmp_path / "target")
     said = {"repetition_penalty": 1.4, "bad_words_ids": [[3, 4]]}
     (folder / "generation_config.json").write_text(json.dumps(said))
-    report = peers.peers(specexp.load(str(folder), tiny_folders[1], gamma=3), PROMPTS, [2], 10, 1)
+    report = peers.peers(specexp.load(str(folder), tiny_folders[1], gamma=3), TWO, [2], 10, 1)
     for row in report["rows"]:
         assert row["missing"] or row["equal"] == {"share": 1, "ties": 0, "others": 0}
 
 
 def test_passes_over_a_static_cache_of_one_size_write_the_same_texts(pairing):
     module = pairing.target.module
-    texts = pairing.encode([prompt.text for prompt in PROMPTS])
+    texts = pairing.encode([prompt.text for prompt in TWO])
     longest = max(map(len, texts))
     with peers.same_settings([module], 3, Sampling(), {}):
         plain = peers.transformers(module, 10)
@@ -83,7 +81,7 @@ def test_peer_ratios_are_of_delivered_tokens(pairing, monkeypatch, now):
         lambda *_: ({"plain": writer(3, 10), "draft": writer(2, 5)}, {"lookup": "gone"}),
     )  # fmt: skip
     monkeypatch.setattr(peers, "equal", lambda *_: None)
-    report = peers.peers(pairing, PROMPTS, [1, 4, 16], 10, 2)
+    report = peers.peers(pairing, TWO, [1, 4, 16], 10, 2)
     plain, draft, lookup, _, crowd, over = report["rows"]
     assert (plain["tok_s"], plain["their_tok_s"]) == (5, pytest.approx(10 / 3))
     assert plain["ratio"]["value"] == pytest.approx(1.5)
@@ -103,8 +101,8 @@ def test_peer_intervals_are_of_repeats_however_much_prompts_differ(pairing, monk
     monkeypatch.setattr(peers, "ours", lambda engine, new: writer(1))
     monkeypatch.setattr(peers, "others", lambda *_: ({"plain": writer(2)}, {}))
     monkeypatch.setattr(peers, "equal", lambda *_: None)
-    ratio = peers.peers(pairing, PROMPTS, [2], 10, 3)["rows"][0]["ratio"]
-    one, other = map(len, pairing.encode([prompt.text for prompt in PROMPTS]))
+    ratio = peers.peers(pairing, TWO, [2], 10, 3)["rows"][0]["ratio"]
+    one, other = map(len, pairing.encode([prompt.text for prompt in TWO]))
     assert one != other
     mean = pytest.approx((one**2 + other**2) / (one + other))
     assert ratio["low"] == mean == ratio["high"]
@@ -137,7 +135,7 @@ def test_sampled_peers_share_settings_not_texts(pairing):
 def test_equal_finds_a_planted_difference(pairing):
     plain = pairing.engine.plain()
     plain.eos = ()
-    ids = pairing.encode([p.text for p in PROMPTS])
+    ids = pairing.encode([p.text for p in TWO])
     first, second = plain.generate(ids, 10).tokens
     turns = [interleave.Turn(1.0, [first]), interleave.Turn(1.0, [second])]
     assert peers.equal(plain, ids, turns, 10) == {"share": 1, "ties": 0, "others": 0}

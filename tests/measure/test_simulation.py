@@ -1,32 +1,23 @@
 """SIMULATED servers take the times of the table and have the acceptance they are given."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 from support.cost_tables import planted
-from support.questions import PROMPTS
+from support.questions import LETTERS, PROMPTS
 from support.served import answer, run_of, tick
 from support.traces import requests
 
 from specexp.measure import under_load
-from specexp.measure.under_load import served, simulation
+from specexp.measure.under_load import simulation
 from specexp.policy import Fixed
 from specexp.serving.server import Server
 from specexp.serving.simulated_rows import SimulatedRows
 from specexp.serving.sources import Source, serve
 from specexp.trace import Acceptance
 from specexp.tree import Tree
-
-LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
 
 
 def test_compare_runs_pairs_real_with_simulated(few):
@@ -122,7 +113,7 @@ def test_simulated_response_takes_prefill_and_rounds():
     read, costs = planted().prefill_s(19), planted()
     steps = [costs.round_s(1, 0, -(-(20 + i + 1) // 64) * 64) + 1e-3 for i in range(300)]
     assert [at for at, _ in response.deliveries] == pytest.approx(list(read + np.cumsum(steps)))
-    assert server.steps[-1].end_s == response.ended_s
+    assert server.steps[-1].end_s == response.deliveries[-1][0]
 
 
 def test_simulation_depends_on_seed_only():

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.cost_tables import planted
-from support.questions import PROMPTS
+from support.questions import LETTERS, PROMPTS
 from support.served import ANSWERS, TICKS, answer, run_of, samples, tick
 from support.simulated_loads import depths, load
 from support.traces import write_csv
@@ -19,9 +19,6 @@ from specexp.measure import under_load
 from specexp.measure.under_load import loops, served
 from specexp.serving.requests import Request
 from specexp.serving.sources import Source, serve
-
-LETTERS = SimpleNamespace(encode=lambda texts: [[ord(c) for c in text] for text in texts])
-
 
 # --- what is reported ----------------------------------------------------------------------------
 
@@ -48,12 +45,6 @@ def test_request_times_count_from_arrival():
 def test_gaps_are_between_deliveries_not_tokens():
     assert served.itl_s(ANSWERS).tolist() == [0.5, 1.0]
     assert served.itl_s(ANSWERS[1:]).tolist() == []
-
-
-@pytest.fixture
-def few(monkeypatch):
-    """Quantiles are told of any number of samples."""
-    monkeypatch.setattr(served, "MIN_SAMPLES", dict.fromkeys(served.QUANTILES, 1))
 
 
 def test_quantiles_need_enough_samples():
@@ -101,9 +92,10 @@ def test_served_metrics_of_nothing_served_are_nan():
     assert set(metrics) == set(served.served_metrics(ANSWERS, TICKS, 1, 1))
 
 
-def test_timeline_bins_sum_shares_and_average_counts():
+def test_timeline_bins_sum_shares_and_average_counts(monkeypatch):
+    monkeypatch.setattr(served, "BINS", 3)
     table = under_load.timeline(
-        [*TICKS[:2], tick(2.5, 3.0, live=5, rows=8, speculated=5), TICKS[2]], 3
+        [*TICKS[:2], tick(2.5, 3.0, live=5, rows=8, speculated=5), TICKS[2]]
     )
     assert table["end_s"].tolist() == [2.5, 5.0]
     assert table["live"].tolist() == [8 / 3, 3]
@@ -303,9 +295,10 @@ def test_race_without_tokens_is_refused(pairing, monkeypatch):
         loops.closed_loop(pairing, ["plain"], None, offered, 2, tokens=10, turns=3)
 
 
-def test_open_race_outputs_agree_between_policies(pairing):
+def test_open_race_outputs_agree_between_policies(pairing, monkeypatch):
+    monkeypatch.setattr(loops, "SLICE_S", 0.02)
     offered = under_load.traffic(pairing, PROMPTS, "poisson:200", 10, 10)
-    runs = under_load.open_loop(pairing, NAMES, planted(), offered, rows=3, slice_s=0.02)
+    runs = under_load.open_loop(pairing, NAMES, planted(), offered, rows=3)
     for run in runs.values():
         assert [a.request for a in run.responses] == list(offered.requests)
         assert [a.came_s for a in run.responses] == [r.at_s for r in offered.requests]

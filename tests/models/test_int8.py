@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import in_turn, tiny_llama, tiny_tokenizer
 from support import peak_memory
+from support.problems import problems
 from support.tape import taped
 from support.tiny import NoHostReads, gpt2, slowly
 from torch import nn
@@ -18,7 +19,7 @@ from specexp.errors import UserError
 from specexp.fast.fused import Fused
 from specexp.grids import identity
 from specexp.grids.notebooks import Notebook
-from specexp.measure import costs, one_pairing, parameters
+from specexp.measure import costs, one_pairing
 from specexp.measure.exactness import certify
 from specexp.measure.hardware import roofline
 from specexp.measure.prompts import Prompt
@@ -43,9 +44,7 @@ def small(folder: str) -> str:
 
 def check(target: str, drafter: str, **more) -> list[str]:
     texts = [Prompt(0, "mine", (TEXTS[0],))]
-    return parameters.check(
-        {"target": target, "drafter": drafter, "max_new_tokens": 8} | more, texts
-    )
+    return problems({"target": target, "drafter": drafter, "max_new_tokens": 8} | more, texts)
 
 
 def test_partly_quantised_model_is_not_compiled(caplog):

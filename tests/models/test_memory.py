@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from support import architectures, hybrids, peak_memory
+from support.problems import problems
 from support.tiny import module
 from transformers import AutoModelForCausalLM, DeepseekV3Config, FalconConfig, LlamaConfig
 
@@ -19,7 +20,7 @@ from specexp.engine import Engine
 from specexp.errors import UserError
 from specexp.fast.cpu.passes import Native
 from specexp.fast.cuda_graphs import CudaTape
-from specexp.measure import feasible, parameters
+from specexp.measure import feasible
 from specexp.measure.prompts import Prompt
 from specexp.models import load, memory, recurrent
 from specexp.models.load import of_module
@@ -287,7 +288,7 @@ def little(monkeypatch):
 def check(folders, **more):
     texts = [Prompt(0, "mine", ("def mean(values):",))]
     named = {"target": folders[0], "drafter": folders[1], "gamma": 2, "max_new_tokens": 20}
-    return parameters.check(named | more, texts)
+    return problems(named | more, texts)
 
 
 def test_check_refuses_before_loading_and_names_what_fits(tiny_folders, little, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch.nn.functional as F
 from conftest import tiny_llama, tiny_tokenizer
 from safetensors.torch import save_file
+from support.norms import DEFAULTS
 from support.published import EPS, HEAD, HEADS, HIDDEN, KEYS, THETA, E, Published
 
 import specexp
@@ -70,7 +71,6 @@ def same(name):
 NAMED = "eagle_aux_hidden_state_layer_ids"
 OLDER = ("low", "mid", "high")
 ON = {"use_aux_hidden_state": True}
-NORMS3 = ("norm_before_residual", "norm_before_fc", "norm_output")
 # publisher: (the config, the names of the tensors, what they are)
 EAGLE3 = {
     "yuhuili": (plain(architectures=["LlamaForCausalLM"]), midlayer, Published()),
@@ -136,8 +136,8 @@ EAGLE3 = {
     ),
     "RedHatAI": (speculators(), same, Published(own=("embed_tokens", "lm_head"))),
     "RedHatAI, today's": (
-        speculators(**{NAMED: [2, 5, 10], "fc_norm": False} | dict.fromkeys(NORMS3, True)), same,
-        Published(reads=(2, 5, 10), norms=NORMS3, own=("embed_tokens", "lm_head")),
+        speculators(**{NAMED: [2, 5, 10], "fc_norm": False} | dict.fromkeys(DEFAULTS, True)), same,
+        Published(reads=(2, 5, 10), norms=DEFAULTS, own=("embed_tokens", "lm_head")),
     ),
     "RedHatAI, layers of Qwen 3": (
         speculators(layer={"model_type": "qwen3", "attention_bias": False}), same,

@@ -10,7 +10,18 @@ import torch
 from conftest import one_in
 from support.hybrids import CONFIGS
 from support.tape import taped
-from support.tiny import NEW, PROMPTS, RULES, TREES, Alphabet, NoHostReads, V, engine, module
+from support.tiny import (
+    NEW,
+    PROMPTS,
+    RULES,
+    TREES,
+    Alphabet,
+    InTurn,
+    NoHostReads,
+    V,
+    engine,
+    module,
+)
 from transformers.models.mamba import modeling_mamba
 
 from specexp import checked
@@ -22,7 +33,7 @@ from specexp.models import recurrent, scans
 from specexp.models.load import of_module
 from specexp.models.recurrent import States
 from specexp.models.scans import Scan, Walk, Window
-from specexp.policy import Fixed, Plan
+from specexp.policy import Fixed
 from specexp.sampling import Sampling
 from specexp.sequences import Sequences
 from specexp.serving.engine_rows import EngineRows
@@ -84,21 +95,6 @@ def test_attention_target_takes_a_draft_with_states(family, tree):
     draft = DraftModel(of_module(module(family), "draft"), GREEDY)
     made = Engine.of(engine("null", "chain", "match"), drafter=draft, policy=Fixed(TREES[tree]))
     assert right(made, "llama")
-
-
-class InTurn:
-    """These trees in turn."""
-
-    def __init__(self, *trees):
-        self.trees, self.round, self.learned = trees, -1, []
-        self.widest = max(tree.room for tree in trees)
-
-    def choose(self, load):
-        self.round += 1
-        return Plan(self.trees[self.round % len(self.trees)])
-
-    def learn(self, load, plan, steps, seconds):
-        self.learned += [(plan.tree.depth, step) for step in steps]
 
 
 TURNS = [Tree.chain(3), Tree.chain(0), Tree.chain(0), Tree.branching(2, 2), Tree.chain(1)]

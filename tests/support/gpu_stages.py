@@ -24,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -321,10 +322,10 @@ def sweep(rows: Rows, device: torch.device) -> None:
 def served_at(
     streams: int, pair: Pairing, policies: list[str], costs: list[Costs], texts: list[Prompt]
 ) -> dict[str, Any]:
-    table = loops.closed_loops(
-        pair, policies, next(iter(costs), None), texts, [streams], SERVED, TURNS,
-        lambda streams: SERVED * (REQUESTS + streams),
-    )  # fmt: skip
+    with patch.object(loops, "turn_tokens", lambda streams: SERVED * (REQUESTS + streams)):
+        table = loops.closed_loops(
+            pair, policies, next(iter(costs), None), texts, [streams], SERVED, TURNS
+        )
     return {"rates": served.rates(table).to_dict("records")}
 
 

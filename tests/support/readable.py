@@ -13,6 +13,11 @@ NARROW, SMALLEST = 660, 7  # pixels: a figure in a page 700 wide, and its smalle
 REASONS = ("No intervals: ", "interval", "predicted", "SIMULATED", "n = ")
 
 
+def title(figure: Figure) -> str:
+    above = figure.get_suptitle()
+    return above.replace("\n", " ") or figure.axes[0].get_title(loc="left")
+
+
 def check(figure: Figure) -> None:
     """That all text is in the figure and none upon another, large enough in a narrow page; and that
     what is marked carries its interval, or the figure says why not."""

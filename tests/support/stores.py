@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlflow.exceptions import MlflowException
 from rich.console import Console
 from support.artifacts import digests
 from support.machines import Idle
@@ -58,6 +59,20 @@ def without_kernels(
     monkeypatch.setattr(local, "execute", execute)
     monkeypatch.setattr(local, "Here", Idle)
     return lambda *xs: points(x=list(xs))
+
+
+class Outage:
+    """MLflow cannot be reached in the first `times` calls; `calls` counts them all."""
+
+    def __init__(self, monkeypatch, times: int):
+        self.times, self.calls, self.publish = times, 0, track._publish
+        monkeypatch.setattr(track, "_publish", self)
+
+    def __call__(self, folder: Path) -> str:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise MlflowException("database is locked")
+        return self.publish(folder)
 
 
 def problems() -> list[str]:

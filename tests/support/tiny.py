@@ -47,7 +47,7 @@ from specexp.models.heads.layouts import BLOCKS, EAGLE3
 from specexp.models.heads.medusa import Medusa
 from specexp.models.lm import LM
 from specexp.models.load import of_module
-from specexp.policy import Fixed
+from specexp.policy import Fixed, Plan
 from specexp.recording import reaches_host
 from specexp.rules import Block, Match, Reject
 from specexp.sampling import Sampling
@@ -251,6 +251,21 @@ def processed(made: Engine, **config: object) -> Engine:
     target, said = made.target, GenerationConfig(eos_token_id=0, **config)
     process = generation.processors(said, "tiny", target.vocab, target.device)
     return Engine.of(made, target=target.apart(process=process))
+
+
+class InTurn:
+    """These trees in turn."""
+
+    def __init__(self, *trees):
+        self.trees, self.round, self.learned = trees, -1, []
+        self.widest = max(tree.room for tree in trees)
+
+    def choose(self, load):
+        self.round += 1
+        return Plan(self.trees[self.round % len(self.trees)])
+
+    def learn(self, load, plan, steps, seconds):
+        self.learned += [(plan.tree.depth, step) for step in steps]
 
 
 class Even(Sampling):

@@ -64,7 +64,7 @@ def test_steps_that_fit_are_counted_by_whole_steps_of_a_copy(tmp_path, monkeypat
     assert all(torch.equal(x, before[name]) for name, x in draft.state_dict().items())
 
 
-def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
+def test_draft_is_trained_on_answers_and_drafts(folder, store, tmp_path, monkeypatch):
     """Killed in the middle, it goes on there; and another time finds all that was done. It drafts
     frequent tokens alone, and is an ordinary model to others."""
     monkeypatch.setattr(drafts, "LENGTH", 32)
@@ -74,7 +74,7 @@ def test_draft_is_trained_on_answers_and_drafts(folder, tmp_path, monkeypatch):
 
     def trained():
         return drafts.train(pairing.engine, pairing.tokenizer, "mine", prompts, 2, 1e-3,
-                            tmp_path / "out", tmp_path / "work", source="24 lines")  # fmt: skip
+                            tmp_path / "out", source="24 lines")  # fmt: skip
 
     steps = []
 
@@ -148,11 +148,10 @@ def test_training_brings_the_draft_nearer(tmp_path):
 
 
 @pytest.mark.parametrize("prompts", [[[1]], [[1], [2]]])
-def test_too_few_answers_are_one_line(folder, prompts, tmp_path):
+def test_too_few_answers_are_one_line(folder, prompts, store):
     pairing = specexp.load(str(folder), "plain", temperature=0.8)
     with pytest.raises(UserError, match="too few to learn from: raise --minutes") as e:
-        drafts.train(pairing.engine, pairing.tokenizer, "mine", prompts, 2, 1e-4,
-                     tmp_path, tmp_path)  # fmt: skip
+        drafts.train(pairing.engine, pairing.tokenizer, "mine", prompts, 2, 1e-4)
     assert "\n" not in str(e.value)
 
 

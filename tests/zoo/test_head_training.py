@@ -128,17 +128,14 @@ def test_head_training_loss_falls(tmp_path, kind):
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
 
-def test_train_heads_for_a_target_outside_the_zoo(tiny_folders, tmp_path):
+def test_train_heads_for_a_target_outside_the_zoo(tiny_folders, store, tmp_path):
     """The whole of training, and what it leaves."""
     folder = shutil.copytree(tiny_folders[0], tmp_path / "mine")
     text = tmp_path / "text.txt"
     text.write_text("def mean(values): return sum(values) / len(values)\n" * 400)
     for kind in [*KINDS, *layouts.BLOCKS]:
         seen = {}
-        made = train_heads(
-            kind, folder, tmp_path / "out", tmp_path / "work", quick=True, text=text,
-            watch=seen.update,
-        )  # fmt: skip
+        made = train_heads(kind, folder, quick=True, text=text, watch=seen.update)
         facts = json.loads((made / "zoo.json").read_text())
         assert facts["role"] == kind
         assert facts["target"] == "mine"

@@ -29,17 +29,6 @@ HEADS = ["target-10m-medusa", "target-10m-eagle3", "target-10m-dspark"]
 
 
 @pytest.fixture(scope="module")
-def corpus():
-    return gather(records=32, edits=32, limit=12)
-
-
-@pytest.fixture(scope="module")
-def documents(corpus):
-    tokenizer = train_tokenizer(text for texts in corpus.train.values() for text in texts)
-    return {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
-
-
-@pytest.fixture(scope="module")
 def zoo():
     return {
         name: AutoModelForCausalLM.from_pretrained(shelf.find(name), dtype=torch.float32)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from making.corpus import gather
 from making.recipes import TARGET, quick_version
-from making.tokenizer import train_tokenizer
 from making.train import loss_of
 from specexp.commands import zoo
 from specexp.errors import UserError
@@ -19,20 +17,8 @@ from specexp.models.load import of_module
 from specexp.zoo import train
 from specexp.zoo.heads import train_heads
 from specexp.zoo.recipes import END, HEADS, Course, Phase
-from specexp.zoo.rows import PIECE, batches, cut, encode
+from specexp.zoo.rows import PIECE, batches, cut
 from specexp.zoo.train import GIVEN, NEW, continued, fit
-
-
-@pytest.fixture(scope="module")
-def corpus():
-    return gather(records=32, edits=32, limit=12)
-
-
-@pytest.fixture(scope="module")
-def documents(corpus):
-    tokenizer = train_tokenizer(text for texts in corpus.train.values() for text in texts)
-    return {kind: encode(tokenizer, texts) for kind, texts in corpus.train.items()}
-
 
 # tokens and rows
 
@@ -122,7 +108,7 @@ def mine(tiny_folders, tmp_path):
     return shutil.copytree(tiny_folders[0], tmp_path / "mine")
 
 
-def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypatch):
+def test_heads_train_on_continuations_from_many_places(mine, store, tmp_path, monkeypatch):
     seen, tokenizer = [], AutoTokenizer.from_pretrained(mine)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
     tokenizer.save_pretrained(mine)
@@ -136,7 +122,7 @@ def test_heads_train_on_continuations_from_many_places(mine, tmp_path, monkeypat
     monkeypatch.setattr(train, "continued", noted)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {i} says {i * i}\n" for i in range(2000)))
-    train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
+    train_heads("medusa", mine, quick=True, text=text)
     starts = {tuple(document[:GIVEN]) for document in seen if len(document) > GIVEN}
     assert len(starts) > 10
 
@@ -178,11 +164,11 @@ def test_resumed_training_of_heads_logs_its_whole_curve_once(mine, store, tmp_pa
 
 
 @pytest.mark.parametrize("size", [0, 10, 1000, PIECE + 10])
-def test_text_too_short_to_learn_from_is_refused(mine, tmp_path, size):
+def test_text_too_short_to_learn_from_is_refused(mine, store, tmp_path, size):
     text = tmp_path / "text.txt"
     text.write_text("abc\n" * (size // 4))
     with pytest.raises(UserError, match=r"text\.txt is too short to learn from"):
-        train_heads("medusa", mine, tmp_path / "out", tmp_path / "work", quick=True, text=text)
+        train_heads("medusa", mine, quick=True, text=text)
 
 
 @pytest.mark.parametrize("line", [1, 60, 3 * PIECE])

@@ -8,7 +8,7 @@ open traffic. Confidence intervals are over turns, paired between policies.
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from specexp.tree import Tree
 
 LEARNING = 2  # first turns that do not count: rounds are captured and policies learn
 PIECES = 8  # of a turn, each run by all servers: a disturbance of a second affects all of them
+SLICE_S = 0.5  # of a server's own time that open traffic runs before the next server's turn
 
 
 # --- a server of each policy ---------------------------------------------------------------------
@@ -133,15 +134,14 @@ def turn_tokens(streams: int) -> int:
 def closed_loops(
     pairing: Pairing, names: Sequence[str], costs: Costs | None, prompts: Sequence[Prompt],
     concurrency: Sequence[int], max_new_tokens: int, turns: int,
-    tokens_of: Callable[[int], int] = turn_tokens,
 ) -> pd.DataFrame:  # fmt: skip
-    """`closed_loop` at every number of streams, `turns` turns of `tokens_of` it tokens each. One
-    row a load (number of streams), policy and turn: load, and the columns of `closed_loop`. Raises
-    UserError."""
+    """`closed_loop` at every number of streams, `turns` turns of `turn_tokens` each. One row a load
+    (number of streams), policy and turn: load, and the columns of `closed_loop`. Raises UserError.
+    """
     parts = []
     with tqdm(total=len(concurrency), desc="closed loops", unit="load") as bar:
         for c in concurrency:
-            tokens = tokens_of(c)
+            tokens = turn_tokens(c)
             count = 2 * c + -(-(turns + LEARNING) * tokens // max_new_tokens)
             offered = staggered(requests(pairing, prompts, count, max_new_tokens), c)
             part, _ = closed_loop(pairing, names, costs, offered, c, tokens, turns)
@@ -155,9 +155,9 @@ def closed_loops(
 
 def open_loop(
     pairing: Pairing, names: Sequence[str], costs: Costs | None, offered: Source, rows: int,
-    chunk: int = 512, queue: int = 1024, slice_s: float = 0.5,
+    chunk: int = 512, queue: int = 1024,
 ) -> dict[str, Run]:  # fmt: skip
-    """The same traffic under every policy. Servers take turns of `slice_s` seconds of their own
+    """The same traffic under every policy. Servers take turns of `SLICE_S` seconds of their own
     time, in which idle time is skipped. Before the first request arrives, the rounds of a server
     are captured and it has been full once, since first rounds of a size are slow."""
     arriving = offered.requests
@@ -178,7 +178,7 @@ def open_loop(
             turn += 1
             for name in in_turn(going, turn):
                 with engine_rows[name].timer:
-                    while runs[name].server.now < turn * slice_s:
+                    while runs[name].server.now < turn * SLICE_S:
                         if not runs[name].advance():
                             going.remove(name)
                             break

@@ -15,6 +15,7 @@ from specexp.serving.sources import Run
 QUANTILES = (50, 95, 99)
 EVEN = statistics.Interval(1.0, 1.0, 1.0)  # the speedup of a policy over itself
 MIN_SAMPLES = {50: 1, 95: 60, 99: 662}  # samples below which a quantile is not reported
+BINS = 60  # of a timeline
 
 
 # --- closed loops --------------------------------------------------------------------------------
@@ -191,14 +192,14 @@ def by_policy(runs: dict[str, Run], ttft_ms: float, tpot_ms: float) -> pd.DataFr
     )
 
 
-def timeline(steps: Sequence[ServerStep], bins: int = 60) -> pd.DataFrame:
+def timeline(steps: Sequence[ServerStep]) -> pd.DataFrame:
     """The load over time. One row a bin, with columns end_s (seconds); live and waiting (mean
     requests); and two shares: speculated (of rows), kept (of draft tokens accepted). Raises
     UserError when nothing was served."""
     if not steps:
         raise UserError("nothing was served: every request was refused; see the responses' reasons")
     table = pd.DataFrame(map(vars, steps))
-    at = pd.cut(table["end_s"], bins, labels=False)
+    at = pd.cut(table["end_s"], BINS, labels=False)
     total = table.groupby(at)[["speculated", "rows", "drafted", "accepted", "emitted"]].sum()
     mean = table.groupby(at)[["end_s", "live", "waiting"]].mean()
     return mean.assign(
