@@ -60,7 +60,7 @@ def test_peer_that_fails_stops_the_others(pairing, monkeypatch):
 
     plain = peers.transformers(pairing.target.module, 10)
     monkeypatch.setattr(peers, "others", lambda *_: ({"compiled": fails, "plain": plain}, {}))
-    report = peers.peers(pairing, PROMPTS, [2], 10, 2)
+    report = peers.peers(pairing, TWO, [2], 10, 2)
     plain, *_, compiled, _, _ = report["rows"]
     assert plain["ratio"]["value"] > 0
     assert compiled["missing"] == "it fails with RuntimeError: no compiler: install one"
