@@ -527,7 +527,7 @@ def test_doctor_reports_machine_and_missing_packages(run, monkeypatch):
         "torch",
         "device",
         "free memory",
-        "the time for 1 token, the weights that are read in it, and the time for n tokens as a",
+        "the time for 1 token, the rate at which it reads the weights, and the time for n tokens",
         "bfloat16",
         "kernels",
         "zoo",
