@@ -47,14 +47,22 @@ def check(target: str, drafter: str, **more) -> list[str]:
     return problems({"target": target, "drafter": drafter, "max_new_tokens": 8} | more, texts)
 
 
-def test_partly_quantised_model_is_not_compiled(caplog):
+@pytest.mark.compiler
+def test_model_with_eight_bit_weights_is_not_compiled_and_says_so(caplog, monkeypatch):
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     module = tiny_llama(0, hidden_size=128)
     config = Int8WeightOnlyConfig(set_inductor_config=False)
     quantize_(module, config, lambda part, name: name.endswith("down_proj"))
-    assert isinstance(load.of_module(module).net, Fused)
-    assert not caplog.text, "it was tried"
+    monkeypatch.setenv("SPECEXP_NATIVE", "off")
+    assert isinstance(load.of_module(module, "mine").net, Fused)
+    assert not caplog.text, "then nothing is compiled"
+    monkeypatch.delenv("SPECEXP_NATIVE")
+    assert isinstance(load.of_module(module, "mine").net, Fused)
+    [line] = [r.getMessage() for r in caplog.records]
+    assert line == (
+        "mine: run in torch's operations, uncompiled, because no compiled pass reads 8-bit weights"
+    )
 
 
 def quantised_layers(module: nn.Module) -> list[str]:
