@@ -227,6 +227,8 @@ class _Engine(NBClientEngine):
     @classmethod
     def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **kwargs: Any) -> Any:
         options = {n: kwargs[n] for n in ("km", "log_file", "watch")}
+        # a cell whose reply is there has ended, even if a flood of output has lost the end of it
+        options |= {"raise_on_iopub_timeout": False}
         return _Client(nb_man, kernel_name=kernel_name, **options).execute()
 
 

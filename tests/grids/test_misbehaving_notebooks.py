@@ -91,6 +91,7 @@ ENDS = {
     "floods": "for _ in range(50): print('x' * 1_000_000)",
     "floods at once": "print('x' * 60_000_000)",
     "shows and shows": "for n in range(20_000): display(n)",
+    "loses what it says last": "get_ipython().kernel._publish_status = lambda *_, **__: None",
     # others' files
     "is a vandal": VANDAL,
     "harms a neighbour": "harm = lambda p: (p / 'result.json').write_text('{}')" + NEIGHBOUR,
@@ -269,7 +270,7 @@ def test_no_process_outlives_a_killed_runner(wilds, how):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_floods_of_output_are_cut(wilds):
-    hows = ["floods", "floods at once", "shows and shows"]
+    hows = ["floods", "floods at once", "shows and shows", "loses what it says last"]
     end = wilds.go(how=hows)
     assert end.code == 0, end.said
     assert end.peak_mb < 1000, end.peak_mb
