@@ -351,11 +351,7 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
         return None, failure(e)
     if wanted.isnan().any():  # load.py refuses such a module, and says so
         return None, ""
-    net, why = fastest_agreeing(implementations(fused), kinds, tokens, wanted)
-    in_8_bits = module.device.type == "cpu" and any(map(int8.is_quantised, module.parameters()))
-    if in_8_bits and not why and build.library():
-        why = "no compiled pass reads 8-bit weights"
-    return net, why
+    return fastest_agreeing(implementations(fused), kinds, tokens, wanted)
 
 
 def inside(head: Tensor, ids: Tensor, vocab: int) -> tuple[Tensor, Tensor | None]:

@@ -1,11 +1,11 @@
 """Models with 8-bit weights: `NAME+int8` wherever a model is named, target or draft.
 
 torchao quantises the weights only: each row of every `nn.Linear` but the LM head becomes 8-bit
-integers and one scale. A product first turns them back into floats, so this saves memory, and time
-only where one kernel does both. The LM head (often tied to the embedding), the embedding, norms,
-biases and other kinds of layers are unchanged, and so are activations, keys and values. A quantised
-draft can only cost acceptance; a quantised target is a different target, whose output is kept
-exactly.
+integers and one scale. Its products first turn them back into floats, so this saves memory, and
+time only where one kernel does both, as in a CPU's compiled passes. The LM head (often tied to the
+embedding), the embedding, norms, biases and other kinds of layers are unchanged, and so are
+activations, keys and values. A quantised draft can only cost acceptance; a quantised target is a
+different target, whose output is kept exactly.
 
 Folders whose files are quantised already are read by transformers and the library of their method.
 This file does not know where models come from (load.py) or what runs them (lm.py).
@@ -95,6 +95,22 @@ def is_quantised(x: Tensor) -> bool:
 def by_rows(x: Tensor) -> bool:
     """Whether rows can be split and joined: a plain tensor, or one quantised by rows."""
     return all(type(p) is Tensor and p.shape[:1] == x.shape[:1] for p in plain_tensors([x.data]))
+
+
+def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The 8-bit integers [rows, columns] and the float32 scales [rows, 1] whose product x is; None
+    if it is anything else, or activations are to be quantised, too."""
+    if not is_quantised(x):
+        return None
+    parts, context = _parts(x), x.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+    rows, scales = parts.pop("qdata", None), parts.pop("scale", None)
+    zeros = parts.pop("zero_point", None)
+    if rows is None or scales is None or parts or context.get("act_quant_kwargs"):
+        return None
+    in_8_bits = rows.dtype == torch.int8 and scales.dtype == torch.float32
+    if not in_8_bits or scales.shape != (len(rows), 1) or (zeros is not None and zeros.any()):
+        return None
+    return rows, scales
 
 
 def joined(weights: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 
 from specexp import api, fitting
 from specexp.errors import UserError
+from specexp.fast import fused
+from specexp.fast.cpu import passes
 from specexp.fast.fused import Fused
 from specexp.grids import identity
 from specexp.grids.notebooks import Notebook
@@ -47,22 +50,68 @@ def check(target: str, drafter: str, **more) -> list[str]:
     return problems({"target": target, "drafter": drafter, "max_new_tokens": 8} | more, texts)
 
 
-@pytest.mark.compiler
-def test_model_with_eight_bit_weights_is_not_compiled_and_says_so(caplog, monkeypatch):
+def quantised(module: nn.Module, *ends: str) -> nn.Module:
+    """The module with 8-bit weights in its linear layers whose names end so."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    module = tiny_llama(0, hidden_size=128)
     config = Int8WeightOnlyConfig(set_inductor_config=False)
-    quantize_(module, config, lambda part, name: name.endswith("down_proj"))
-    monkeypatch.setenv("SPECEXP_NATIVE", "off")
-    assert isinstance(load.of_module(module, "mine").net, Fused)
-    assert not caplog.text, "then nothing is compiled"
-    monkeypatch.delenv("SPECEXP_NATIVE")
-    assert isinstance(load.of_module(module, "mine").net, Fused)
-    [line] = [r.getMessage() for r in caplog.records]
-    assert line == (
-        "mine: run in torch's operations, uncompiled, because no compiled pass reads 8-bit weights"
-    )
+    quantize_(module, config, lambda part, name: name.endswith(ends))
+    return module
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ends", [("_proj",), ("down_proj",), ("q_proj", "k_proj", "v_proj")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled_passes_read_eight_bit_weights(dtype, ends, bias, caplog):
+    sizes = {"hidden_size": 72, "intermediate_size": 104, "attention_bias": bias, "mlp_bias": bias}
+    module = tiny_llama(0, **sizes).to(dtype)
+    for name, p in module.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(p)
+    module = quantised(module, *ends)
+    net = load.of_module(module, "mine").net
+    assert isinstance(net, passes.Native)
+    assert not caplog.text
+    tokens = torch.arange(70)[None] * 7919 % module.config.vocab_size
+    kinds = memory.layers(module.config, 128)
+
+    def logits(net: Any, n: int) -> torch.Tensor:
+        at, cache = fused.whole_sequence(kinds, tokens[:, :n])
+        with torch.inference_mode():
+            return net(tokens[:, :n], at, cache, (), None)[0]
+
+    wide = copy.deepcopy(module).float()  # the same weights, unquantised
+    for part in wide.modules():
+        if isinstance(part, nn.Linear) and int8.is_quantised(part.weight):
+            rows, scales = int8.scaled_rows(part.weight)
+            part.weight = nn.Parameter(rows * scales)
+    with torch.inference_mode():
+        wanted = wide(input_ids=tokens).logits
+    made = logits(net, 70)
+    close = 1e-5 if dtype == torch.float32 else 0.05
+    assert (made - wanted).norm() < close * wanted.norm()
+    for n in (1, 2, 3, 5, 7, 17):  # whatever tokens share the pass
+        assert torch.equal(logits(net, n), made[:, :n])
+
+
+def test_scaled_rows_are_those_of_symmetric_weights_alone():
+    def layer() -> Any:
+        return quantised(nn.ModuleDict({"x_proj": nn.Linear(32, 16)}), "x_proj")["x_proj"].weight
+
+    weight = layer()
+    rows, scales = int8.scaled_rows(weight)
+    assert torch.equal(rows * scales, weight.dequantize())
+    assert int8.scaled_rows(torch.zeros(2, 2)) is None
+    shifted = layer()
+    shifted.zero_point[3] = 1
+    assert int8.scaled_rows(shifted) is None, "its zero point is not 0"
+    active = layer()
+    active.act_quant_kwargs = object()
+    assert int8.scaled_rows(active) is None, "activations are quantised, too"
+    coarse = layer()
+    coarse.scale = coarse.scale[:1]
+    assert int8.scaled_rows(coarse) is None, "one scale for all rows"
 
 
 def quantised_layers(module: nn.Module) -> list[str]:
@@ -156,7 +205,7 @@ def test_linear_layers_are_quantised_except_head_and_embedding(tmp_path, tied, d
     assert shared == tied
     assert torch.equal(made.module.lm_head.weight, plain.module.lm_head.weight)
     assert (made.dtype, made.parameters) == (plain.dtype, plain.parameters)
-    assert isinstance(made.net, Fused)
+    assert isinstance(made.net, Fused | passes.Native)
 
 
 def test_rounding_error_is_at_most_half_a_step_per_row(tiny_folders):

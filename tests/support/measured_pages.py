@@ -213,9 +213,9 @@ def eight_bits() -> str:
         "On the zoo's pair, 8-bit weights shrink the draft model to "
         f"{small[size] / whole[size]:.0%} of its memory at no cost in acceptance: of "
         f"{file['params']['gamma']} draft tokens, {small[rate]:.1%} are accepted instead of "
-        f"{whole[rate]:.1%}. But the compiled passes of a CPU do not read them, so there they cost "
-        f"time: on {file['device']}, a draft takes "
-        f"{small[cost]:.0f} plain steps instead of {whole[cost]:.1f} "
+        f"{whole[rate]:.1%}. They save time where one kernel reads and multiplies them, as a CPU's "
+        f"compiled passes do: on {file['device']}, a draft takes "
+        f"{small[cost]:.1f} plain steps instead of {whole[cost]:.1f} "
         "([data](../../data/measurements/quantised.json))."
         .replace("%", " %"), 104,
     )  # fmt: skip

@@ -4,8 +4,8 @@
 // Every sum is made in an order that does not depend on the other tokens of the pass. So the logits
 // of a token are the same to the last bit however many tokens and rows share its pass.
 //
-// Weights, keys and values are of type `num`, float or bfloat16. Sums and the residual are float;
-// what a matrix multiplies is rounded to `num` first.
+// Weights, keys and values are of type `num`, float or bfloat16; those of layers may be 8-bit
+// integers. Sums and the residual are float; what a matrix multiplies is rounded to `num` first.
 
 #include "calls.h"
 #include "products.h"
@@ -20,10 +20,23 @@
 // Up to so many numbers, each thread norms, or packs, all of them itself, to save a barrier.
 constexpr int64_t NORMED_ALONE = 1 << 12, PACKED_ALONE = 1 << 16;
 
+// A matrix [outputs, inputs] of numbers or, if it has scales [outputs], of 8-bit integers, which are
+// multiplied by those of their rows. bias [outputs]: added to the product; or null.
+template <typename num> struct Matrix {
+    const void *weights;
+    const num *bias;
+    const float *scales;
+
+    Matrix from(int64_t row, int64_t inputs) const { // the rows from this one on
+        const int64_t size = scales ? 1 : sizeof(num);
+        return {(const char *)weights + row * inputs * size, bias ? bias + row : bias,
+                scales ? scales + row : scales};
+    }
+};
+
 template <typename num> struct Layer {
-    const num *before, *after, *q_norm, *k_norm;          // weights of norms; the last two or null
-    const num *qkv, *out, *up, *down; // [outputs, inputs]; qkv: q, k, v joined; up: gate and up
-    const num *qkv_bias, *out_bias, *up_bias, *down_bias; // [outputs] or null
+    const num *before, *after, *q_norm, *k_norm; // weights of norms; the last two or null
+    Matrix<num> qkv, out, up, down;              // qkv: q, k, v joined; up: gate and up
 };
 
 template <typename num> struct Net {
@@ -81,17 +94,18 @@ template <typename num> struct Input {
     const num *x, *packed;
 };
 
-// This thread's outputs of these rows times w [outputs, inputs], set or added. The shape of w alone
-// decides which code multiplies, so a token's outputs do not depend on the rows beside it.
+// This thread's outputs of these rows times w, set or added. The shape of w alone decides which code
+// multiplies, so a token's outputs do not depend on the rows beside it.
 template <typename num, typename out>
-static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, int64_t inputs,
-                   out *y, int64_t outputs, bool added = false) {
+static void linear(int64_t rows, Input<num> in, const Matrix<num> &w, int64_t inputs, out *y,
+                   int64_t outputs, bool added = false) {
     const Share mine(outputs, LANES);
     int64_t o = mine.from;
     if constexpr (TILED<num> && std::is_same_v<out, float>)
         if (in.packed && outputs % SIDE == 0) {
             auto next = [&](auto N) {
-                tiled<N>(rows, in.packed, w + o * inputs, bias ? bias + o : bias, inputs, y + o, outputs,
+                const Matrix<num> some = w.from(o, inputs);
+                tiled<N>(rows, in.packed, (const num *)some.weights, some.bias, inputs, y + o, outputs,
                          added);
                 o += N * SIDE;
             };
@@ -104,9 +118,15 @@ static void linear(int64_t rows, Input<num> in, const num *w, const num *bias, i
         blocks(rows, [&](auto M, int64_t r) {
             int64_t i = o;
             auto by = [&](auto N) {
-                for (; i + N <= to; i += N)
-                    tile<M, N>(in.x + r * inputs, inputs, w + i * inputs, bias ? bias + i : bias, inputs,
-                               y + r * outputs + i, outputs, added);
+                for (; i + N <= to; i += N) {
+                    const Matrix<num> some = w.from(i, inputs);
+                    auto multiply = [&](const auto *weights) {
+                        tile<M, N>(in.x + r * inputs, inputs, weights, some.bias, inputs,
+                                   y + r * outputs + i, outputs, added, some.scales);
+                    };
+                    if (w.scales) multiply((const int8_t *)some.weights);
+                    else multiply((const num *)some.weights);
+                }
             };
             by(std::integral_constant<int, BROAD>());
             by(std::integral_constant<int, 1>());
@@ -304,9 +324,9 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
     const bool tiled = TILED<num> && tiles_allowed();
     std::optional<Tiles> tiles;
     if (tiled) tiles.emplace();
-    auto input = [&](const num *rows, int64_t count, int64_t inputs) -> Input<num> {
+    auto input = [&](const num *rows, int64_t count, int64_t inputs, const auto &w) -> Input<num> {
         if constexpr (TILED<num>)
-            if (tiled && inputs % DEEP == 0) {
+            if (tiled && !w.scales && inputs % DEEP == 0) {
                 const int64_t all = padded(count) * inputs / TILE;
                 const bool alone = all * TILE <= PACKED_ALONE;
                 const Share shared(all);
@@ -326,7 +346,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         tap(at, x);
         if (!given) norm(layer.before);
         const int64_t reads = given ? net.reads : E;
-        linear(R, input(given ? read : ours, R, reads), layer.qkv, layer.qkv_bias, reads, room.qkv, Q);
+        linear(R, input(given ? read : ours, R, reads, layer.qkv), layer.qkv, reads, room.qkv, Q);
 #pragma omp barrier
         for (int64_t r = mine.from; r < mine.to; r++) {
             const float *cosine = room.cosines + r * d / 2, *sine = room.sines + r * d / 2;
@@ -354,15 +374,15 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
             });
         }
 #pragma omp barrier
-        linear(R, input(read, R, H * d), layer.out, layer.out_bias, H * d, x, E, true);
+        linear(R, input(read, R, H * d, layer.out), layer.out, H * d, x, E, true);
 #pragma omp barrier
         norm(layer.after);
-        const Input<num> both = input(ours, R, E);
-        linear(R, both, layer.up, layer.up_bias, E, room.gate, F);
-        linear(R, both, layer.up + F * E, layer.up_bias ? layer.up_bias + F : nullptr, E, room.up, F);
+        const Input<num> both = input(ours, R, E, layer.up);
+        linear(R, both, layer.up, E, room.gate, F);
+        linear(R, both, layer.up.from(F, E), E, room.up, F);
         swiglu(R, room.gate, room.up, F, heads);
 #pragma omp barrier
-        linear(R, input(heads, R, F), layer.down, layer.down_bias, F, x, E, true);
+        linear(R, input(heads, R, F, layer.down), layer.down, F, x, E, true);
 #pragma omp barrier
     }
     tap(-1, x);
@@ -373,8 +393,9 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         if (const int64_t r = kept.read[i]; mine.from <= r && r < mine.to)
             memcpy(heads + i * E, ours + r * E, E * sizeof *ours);
 #pragma omp barrier
-    linear<num>(wanted, input(heads, wanted, E), net.head, nullptr, E,
-                net.ids ? room.head_logits : p.logits, net.vocab);
+    const Matrix<num> head{net.head, nullptr, nullptr};
+    linear(wanted, input(heads, wanted, E, head), head, E, net.ids ? room.head_logits : p.logits,
+           net.vocab);
     if (net.ids) {
 #pragma omp barrier
         const Share places(p.rows * p.last);
@@ -433,7 +454,7 @@ template <typename num>
 static void product(int64_t rows, int64_t inputs, int64_t outputs, int64_t threads, const num *x,
                     const num *w, const num *bias, num *y) {
 #pragma omp parallel num_threads(threads)
-    linear<num>(rows, {x, nullptr}, w, bias, inputs, y, outputs);
+    linear<num>(rows, {x, nullptr}, {w, bias, nullptr}, inputs, y, outputs);
 }
 
 CALLED(float32, pass<float>)

@@ -3,8 +3,8 @@
 As torch's operations, a small model's pass is some six hundred calls of a few microseconds each,
 three times as long as it takes to read the weights. A token's logits are equal to the last bit
 whatever tokens share its pass, so verifying a chain gives exactly what plain decoding gives. The
-weights must be plain float32 or bfloat16 tensors on a CPU, and all layers of the same shapes;
-networks with others run uncompiled.
+weights must be plain float32 or bfloat16 tensors on a CPU, those of products may be 8-bit integers
+with a scale for each row, and all layers must be of the same shapes; other networks run uncompiled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specexp.fast.cpu.build import address, addresses, library
+from specexp.models import int8
 
 if TYPE_CHECKING:
     from specexp.models.cache import SlotCache
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 NORMS, PRODUCTS = ("before", "after", "q_norm", "k_norm"), ("qkv", "out", "up", "down")
 
 
-class Layer(Structure):  # this and the two below repeat structs of passes.cpp, field by field
-    _fields_ = [(name, c_void_p) for name in (*NORMS, *PRODUCTS, *(f"{p}_bias" for p in PRODUCTS))]
+class Matrix(Structure):  # this and the three below repeat structs of passes.cpp, field by field
+    _fields_ = [(name, c_void_p) for name in ("weights", "bias", "scales")]
+
+
+class Layer(Structure):
+    _fields_ = [*((n, c_void_p) for n in NORMS), *((p, Matrix) for p in PRODUCTS)]
 
 
 class Net(Structure):
@@ -125,26 +130,41 @@ def _weight(norm: Any) -> int | None:
 
 def _layer(layer: Any) -> Layer:
     norms = map(_weight, (layer.before, layer.after, *(layer.norms or (None, None))))
-    biases = (layer.qkv_bias, layer.out_bias, layer.up_bias, layer.down_bias)
-    return Layer(*norms, *map(address, (layer.qkv, layer.out, layer.up, layer.down, *biases)))
+    return Layer(
+        *norms, *(_matrix(getattr(layer, p), getattr(layer, f"{p}_bias")) for p in PRODUCTS)
+    )
 
 
-def _shapes(fused: Any) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """All tensors whose addresses a `Native` holds, each with the shape that passes.cpp takes it to
-    have: layers are like the first, but that the first may read embeddings and states."""
-    first, E = fused.layers[0], fused.head.shape[1]
+def _matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
+    weights, scales = int8.scaled_rows(weight) or (weight, None)
+    return Matrix(address(weights), address(bias), address(scales))
+
+
+def _tensors(fused: Any) -> Iterator[tuple[Tensor, tuple[int, ...], torch.dtype]]:
+    """All tensors whose addresses a `Native` holds, with the shape and the dtype that passes.cpp
+    takes it to have: layers are like the first, but that the first may read embeddings and
+    states."""
+    first, E, dtype = fused.layers[0], fused.head.shape[1], fused.head.dtype
     Q, wide = (first.heads + 2 * first.keys) * first.head_dim, first.heads * first.head_dim
-    yield from ((w, (len(w), E)) for w in (fused.embed, fused.head) if w is not None)
-    yield from ((norm.weight, (E,)) for norm in (fused.norm, *(fused.beside or ())) if norm)
+    for w in (fused.embed, fused.head):
+        if w is not None:
+            yield w, (len(w), E), dtype
+    norms = [(norm, E) for norm in (fused.norm, *(fused.beside or ()))]
     for layer in fused.layers:
         reads = 2 * E if fused.beside and layer is first else E
         sides = {"qkv": (Q, reads), "out": (E, wide), "up": (2 * first.hidden, E)}
         for name, shape in (sides | {"down": (E, first.hidden)}).items():
-            yield getattr(layer, name), shape
+            weight = getattr(layer, name)
+            if scaled := int8.scaled_rows(weight):
+                yield scaled[0], shape, torch.int8
+                yield scaled[1], (shape[0], 1), torch.float32
+            else:
+                yield weight, shape, dtype
             if (bias := getattr(layer, f"{name}_bias")) is not None:
-                yield bias, shape[:1]
-        yield from ((norm.weight, (E,)) for norm in (layer.before, layer.after) if norm)
-        yield from ((norm.weight, (first.head_dim,)) for norm in layer.norms or ())
+                yield bias, shape[:1], dtype
+        norms += [(layer.before, E), (layer.after, E)]
+        norms += [(norm, first.head_dim) for norm in layer.norms or ()]
+    yield from ((norm.weight, (size,), dtype) for norm, size in norms if norm)
 
 
 def of(fused: Any) -> Native | None:
@@ -155,8 +175,8 @@ def of(fused: Any) -> Native | None:
     dtype = fused.head.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         return None
-    for w, shape in _shapes(fused):
-        plain = type(w) is Tensor and w.is_cpu and w.dtype == dtype and w.is_contiguous()
+    for w, shape, kind in _tensors(fused):
+        plain = type(w) is Tensor and w.is_cpu and w.dtype == kind and w.is_contiguous()
         if not plain or w.shape != shape:
             return None
     if 2 * len(fused.frequencies) != fused.layers[0].head_dim:

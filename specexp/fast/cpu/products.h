@@ -27,19 +27,21 @@ constexpr int AHEAD = 1 << 14; // weights are prefetched so many bytes before th
 #endif
 
 // One instruction multiplies STEP numbers of a row: `load_step` loads them, and `add_products` adds
-// their products to sums.
+// their products to sums. Numbers of two types are made float.
 template <typename num> constexpr int STEP = LANES;
-static inline vec load_step(const float *p) { return load(p); }
+template <typename stored> static inline vec load_step(const stored *p) { return load(p); }
 #ifdef __AVX512BF16__
 template <> constexpr int STEP<bfloat16> = 2 * LANES;
 static inline __m512bh load_step(const bfloat16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 static inline void add_products(vec &sums, __m512bh a, __m512bh b) {
     sums = (vec)_mm512_dpbf16_ps((__m512)sums, a, b);
 }
-#else
-static inline vec load_step(const bfloat16 *p) { return load(p); }
 #endif
 static inline void add_products(vec &sums, vec a, vec b) { sums += a * b; }
+template <typename other, typename num> static inline auto load_for(const other *, const num *p) {
+    if constexpr (std::is_same_v<num, other>) return load_step(p);
+    else return load(p);
+}
 // How many rows of weights are read side by side for M tokens. Memory is often read fastest one row
 // after the other, unless multiplying takes longer: with many tokens, or if weights are first made
 // float.
@@ -54,27 +56,28 @@ template <int M = TALL, typename F> static inline void blocks(int64_t rows, F f,
     if constexpr (M > 1) blocks<M - 1>(rows, f, r);
 }
 
-// Sets y [M, N], or adds to it, the dot products of M rows of x and N rows of w, each `size` long.
+// Sets y [M, N], or adds to it, the dot products of M rows of x and N rows of w, each `size` long,
+// times each row's scale if w has scales [N], plus bias [N] if there is one.
 // Weights are prefetched into the second-level cache, because the first-level cache holds x. Where
 // one or two tokens read one row after the other, the processor prefetches better by itself.
-template <int M, int N, typename num, typename out>
-static inline void tile(const num *x, int64_t x_stride, const num *w, const num *bias,
-                        int64_t size, out *y, int64_t y_stride, bool added) {
-    constexpr int R = std::min(N, ABREAST<num, M>);
+template <int M, int N, typename num, typename stored, typename out>
+static inline void tile(const num *x, int64_t x_stride, const stored *w, const num *bias, int64_t size,
+                        out *y, int64_t y_stride, bool added, const float *scales = nullptr) {
+    constexpr int R = std::min(N, ABREAST<stored, M>);
     vec acc[M][N];
     each<M>([&](auto i) { each<N>([&](auto j) { acc[i][j] = vec{}; }); });
-    const int64_t end = size - size % STEP<num>;
+    const int64_t end = size - size % STEP<stored>;
     each<N / R>([&](auto g) {
-        for (int64_t k = 0; k < end; k += STEP<num>) {
-            decltype(load_step(x)) a[M];
+        for (int64_t k = 0; k < end; k += STEP<stored>) {
+            decltype(load_for(w, x)) a[M];
             each<M>([&](auto i) {
-                a[i] = load_step(x + i * x_stride + k);
+                a[i] = load_for(w, x + i * x_stride + k);
                 HELD(a[i]);
             });
             each<R>([&](auto r) {
                 constexpr int j = g * R + r;
-                const num *at = w + j * size + k;
-                const auto b = load_step(at);
+                const stored *at = w + j * size + k;
+                const auto b = load_for(x, at);
                 if (R > 1 || M > 2) __builtin_prefetch((const char *)at + AHEAD, 0, 2);
                 each<M>([&](auto i) { add_products(acc[i][j], a[i], b); });
             });
@@ -88,6 +91,7 @@ static inline void tile(const num *x, int64_t x_stride, const num *w, const num 
         for (int j = 0; j < N; j++) {
             for (int64_t t = end; t < size; t++)
                 s[j] = std::fma(wide(x[i * x_stride + t]), wide(w[j * size + t]), s[j]);
+            if (scales) s[j] *= scales[j];
             if (bias) s[j] += wide(bias[j]);
             out *to = y + i * y_stride + j;
             narrow(added ? wide(*to) + s[j] : s[j], to);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #ifdef __AVX512F__
+#include <immintrin.h>
 constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
@@ -19,7 +20,7 @@ constexpr int LANES = 8;
 #endif
 
 template <typename T, int bytes> struct Laned {
-    typedef T of __attribute__((vector_size(bytes), aligned(2), may_alias));
+    typedef T of __attribute__((vector_size(bytes), aligned(sizeof(T) < 2 ? 1 : 2), may_alias));
 };
 using vec = Laned<float, 4 * LANES>::of;
 using half_vec = Laned<float, 2 * LANES>::of;
@@ -27,6 +28,7 @@ using vec4 = Laned<float, 16>::of;
 using int4 = Laned<int32_t, 16>::of;
 using ints = Laned<int32_t, 4 * LANES>::of;
 using shorts = Laned<uint16_t, 2 * LANES>::of;
+using bytes = Laned<int8_t, LANES>::of;
 
 // Calls f with 0, ..., N - 1 as compile-time constants, so that arrays indexed by them can stay in
 // registers. Inlined early, because compilers would otherwise keep a copy of them in memory.
@@ -48,7 +50,15 @@ static inline vec load(const float *p) { return *(const vec *)p; }
 static inline vec load(const bfloat16 *p) {
     return (vec)(__builtin_convertvector(*(const shorts *)p, ints) << 16);
 }
+static inline vec load(const int8_t *p) {
+#ifdef __AVX512F__ // compilers take several times as many instructions for the lines below
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+    return __builtin_convertvector(__builtin_convertvector(*(const bytes *)p, ints), vec);
+#endif
+}
 static inline float wide(float x) { return x; }
+static inline float wide(int8_t x) { return x; }
 static inline float wide(bfloat16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
     float made;
