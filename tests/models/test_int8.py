@@ -233,13 +233,16 @@ def test_int8_logits_match_rounded_weights(tiny_folders):
         assert torch.allclose(made(ids).logits, plain(ids).logits, atol=1e-5)
 
 
-def test_fused_int8_pass_matches_module_and_shares_weights(tiny_folders):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiler)])
+def test_fused_int8_pass_matches_module_and_shares_weights(compiled, tiny_folders, monkeypatch):
+    monkeypatch.setenv("SPECEXP_NATIVE", "on" if compiled else "off")
     made = load.load(small(tiny_folders[0]), "mine", "float32", "cpu")
     attention = made.module.model.layers[1].self_attn
     places = [
         p.weight.qdata.untyped_storage().data_ptr() for p in (attention.q_proj, attention.v_proj)
     ]
-    assert places[0] == places[1] == made.net.layers[1].qkv.qdata.untyped_storage().data_ptr()
+    layers = (made.net.fused if compiled else made.net).layers
+    assert places[0] == places[1] == layers[1].qkv.qdata.untyped_storage().data_ptr()
     seqs = Sequences.of([[3, 1, 2], [5]], 4, slack=3)
     logits = []
     for net in (made.net, Unfused(made.module, kept=cache_name(made.module))):
@@ -248,7 +251,7 @@ def test_fused_int8_pass_matches_module_and_shares_weights(tiny_folders):
         made.prefill(seqs, 0, 2)
         draft = seqs.draft(Tree.chain(2).nodes("cpu"), torch.tensor([[7, 8], [9, 10]]))
         logits.append(made.verify(seqs, draft).logits)
-    assert torch.allclose(*logits, atol=1e-5)
+    assert torch.allclose(*logits, atol=1e-4)
 
 
 def test_weights_not_quantised_by_rows_stay_unfused():
