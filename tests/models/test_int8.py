@@ -18,7 +18,7 @@ from torch import nn
 from specexp import api, fitting
 from specexp.errors import UserError
 from specexp.fast import fused
-from specexp.fast.cpu import passes
+from specexp.fast.cpu import build, passes
 from specexp.fast.fused import Fused
 from specexp.grids import identity
 from specexp.grids.notebooks import Notebook
@@ -205,7 +205,7 @@ def test_linear_layers_are_quantised_except_head_and_embedding(tmp_path, tied, d
     assert shared == tied
     assert torch.equal(made.module.lm_head.weight, plain.module.lm_head.weight)
     assert (made.dtype, made.parameters) == (plain.dtype, plain.parameters)
-    assert isinstance(made.net, Fused | passes.Native)
+    assert isinstance(made.net, passes.Native if build.library() else Fused)
 
 
 def test_rounding_error_is_at_most_half_a_step_per_row(tiny_folders):
@@ -251,7 +251,7 @@ def test_fused_int8_pass_matches_module_and_shares_weights(compiled, tiny_folder
         made.prefill(seqs, 0, 2)
         draft = seqs.draft(Tree.chain(2).nodes("cpu"), torch.tensor([[7, 8], [9, 10]]))
         logits.append(made.verify(seqs, draft).logits)
-    assert torch.allclose(*logits, atol=1e-4)
+    assert torch.allclose(*logits, atol=1e-4 if compiled else 1e-5)
 
 
 def test_weights_not_quantised_by_rows_stay_unfused():
