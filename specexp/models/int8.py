@@ -2,10 +2,10 @@
 
 torchao quantises the weights only: each row of every `nn.Linear` but the LM head becomes 8-bit
 integers and one scale. Its products first turn them back into floats, so this saves memory, and
-time only where one kernel does both, as in a CPU's compiled passes. The LM head (often tied to the
-embedding), the embedding, norms, biases and other kinds of layers are unchanged, and so are
-activations, keys and values. A quantised draft can only cost acceptance; a quantised target is a
-different target, whose output is kept exactly.
+time only where kernels read the integers themselves (`scaled_rows`), as ours do. The LM head (often
+tied to the embedding), the embedding, norms, biases and other kinds of layers are unchanged, and so
+are activations, keys and values. A quantised draft can only cost acceptance; a quantised target is
+a different target, whose output is kept exactly.
 
 Folders whose files are quantised already are read by transformers and the library of their method.
 This file does not know where models come from (load.py) or what runs them (lm.py).
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from specexp.errors import UserError, refusing
 
@@ -98,8 +99,9 @@ def by_rows(x: Tensor) -> bool:
 
 
 def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The 8-bit integers [rows, columns] and the float32 scales [rows, 1] whose product x is; None
-    if it is anything else, or activations are to be quantised, too."""
+    """The 8-bit integers [rows, columns] and the float32 scales [rows, 1] whose product x is, both
+    contiguous; None if it is anything else, or activations are to be quantised, too. The first call
+    for a tensor reads its zero points, on a GPU by waiting for it."""
     if not is_quantised(x):
         return None
     parts, context = _parts(x), x.__tensor_flatten__()[1]  # type: ignore[attr-defined]
@@ -108,9 +110,21 @@ def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
     if rows is None or scales is None or parts or context.get("act_quant_kwargs"):
         return None
     in_8_bits = rows.dtype == torch.int8 and scales.dtype == torch.float32
-    if not in_8_bits or scales.shape != (len(rows), 1) or (zeros is not None and zeros.any()):
+    if not in_8_bits or scales.shape != (len(rows), 1) or (zeros is not None and _shift(zeros)):
+        return None
+    if not rows.is_contiguous() or not scales.is_contiguous():
         return None
     return rows, scales
+
+
+_SHIFT: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by zero points: whether any is not 0
+
+
+def _shift(zeros: Tensor) -> bool:
+    if zeros not in _SHIFT:
+        _SHIFT[zeros] = bool(zeros.any())
+    shift: bool = _SHIFT[zeros]
+    return shift
 
 
 def joined(weights: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:

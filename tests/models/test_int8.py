@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import in_turn, tiny_llama, tiny_tokenizer
-from support import peak_memory
+from support import architectures, peak_memory
 from support.problems import problems
+from support.references import interpreted, references
 from support.tape import taped
 from support.tiny import NoHostReads, gpt2, slowly
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specexp import api, fitting
 from specexp.errors import UserError
@@ -38,7 +41,14 @@ from specexp.zoo.known import Known
 pytestmark = pytest.mark.torchao
 TEXTS = ["def mean(values):", "zz", "return sum(values) / len(values)"]
 NEW = 24
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def marked(name: str) -> Any:
+    """A parameter whose tests are marked by its name."""
+    return pytest.param(name, marks=getattr(pytest.mark, name))
+
+
+DEVICES = ["cpu", marked("cuda")]
 
 
 def small(folder: str) -> str:
@@ -252,6 +262,39 @@ def test_fused_int8_pass_matches_module_and_shares_weights(compiled, tiny_folder
         draft = seqs.draft(Tree.chain(2).nodes("cpu"), torch.tensor([[7, 8], [9, 10]]))
         logits.append(made.verify(seqs, draft).logits)
     assert torch.allclose(*logits, atol=1e-4 if compiled else 1e-5)
+
+
+class Widened(TorchDispatchMode):
+    """Counts the matrices of 8-bit integers that torch turns into floats."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(result) if torch.is_tensor(x) and x.is_floating_point()]
+        given = [x for x in tree_leaves(args) if torch.is_tensor(x) and x.dtype == torch.int8]
+        self.count += bool(made) and any(x.dim() == 2 and min(x.shape) > 1 for x in given)
+        return result
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "granitemoehybrid"])
+@pytest.mark.parametrize("how", ["torch", *map(marked, ("compiler", "interpreter"))])
+def test_only_torch_widens_eight_bit_weights(family, how, monkeypatch):
+    module = architectures.build(family, torch.float32)
+    int8.quantise(module, "cpu")
+    text = [3, 1, 4, 1, 5]
+    with torch.inference_mode():
+        wanted = module(input_ids=torch.tensor([text])).logits[:, -1:]
+    monkeypatch.setenv("SPECEXP_NATIVE", "on" if how == "compiler" else "off")
+    with interpreted() if how == "interpreter" else references(off=False):
+        lm = load.of_module(module, "mine")
+        lm.allocate(1, 8)
+        seqs = Sequences.of([text], 2, slack=1)
+        with Widened() as widened:
+            lm.prefill(seqs, 0, 4)
+            logits = lm.follow(seqs, 1)
+    assert (logits - wanted).norm() < 1e-4 * wanted.norm()
+    assert bool(widened.count) == (how == "torch")
 
 
 def test_weights_not_quantised_by_rows_stay_unfused():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from support.scaled import Scaled
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specexp import engine, ops, rules, sampling
@@ -105,15 +106,17 @@ def calls(B: int, n: int, S: int, dtype: torch.dtype, device: str) -> Iterator[C
     yield Call("gated", fused.swiglu, (hidden,), hidden.numel() * size * 3 // 2)
     apart = [half.contiguous() for half in hidden.chunk(2, -1)]
     yield Call("gated by GELU", lighter.gated, (*apart, True), hidden.numel() * size * 3 // 2)
-    if B * n <= 16:
-        both = some(2 * HIDDEN, E)
-        yield Call("gated products", fused.product_swiglu, (x, both, None), both.numel() * size)
+    for kind, width in (("", size), (" in 8 bits", 1)) if B * n <= 16 else ():
+        both, one = some(2 * HIDDEN, E), some((H + 2 * K) * D, E)
+        both, one = (Scaled.of(w) if kind else w for w in (both, one))
+        given = x, both, None
+        yield Call(f"gated products{kind}", fused.product_swiglu, given, both.numel() * width)
         for name, depth in (("", E), (" of the hidden", HIDDEN)):
             y, down = some(B * n, depth), some(E, depth)
-            given = x, y, down, None, norm(E)
-            yield Call(f"added product{name}", fused.product_add_norm, given, down.numel() * size)
-        one = some((H + 2 * K) * D, E)
-        yield Call("product", lm.product, (x, one, None), one.numel() * size)
+            given = x, y, Scaled.of(down) if kind else down, None, norm(E)
+            name = f"added product{name}{kind}"
+            yield Call(name, fused.product_add_norm, given, down.numel() * width)
+        yield Call(f"product{kind}", lm.product, (x, one, None), one.numel() * width)
 
     if n >= 64:  # a prompt gains one token
         return

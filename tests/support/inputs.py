@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.scaled import Scaled
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -92,6 +93,10 @@ class Dice(random.Random):
         if self.random() < 0.1 and x.dim():
             return torch.stack([x, x], -1)[..., 0]
         return x
+
+    def weight(self, x: Tensor) -> Tensor:
+        """A matrix of weights, sometimes in 8 bits."""
+        return Scaled.of(x) if self.often() else x
 
     def tree(self) -> Tree:
         shape = self.choice(["chain", "chain", "3", "2x2", "3x1x1"])
@@ -398,16 +403,18 @@ def spoil(dice: Dice) -> Case:
 
 def product(dice: Dice) -> Case:
     n, inputs, outputs = dice.randint(1, 20), dice.choice([3, 33, 1024]), dice.choice([1, 8, 40])
+    n = 30 if dice.random() < 0.1 else n
     x, weight = dice.normal(n, inputs), dice.normal(outputs, inputs) / inputs**0.5
     x = torch.stack([x, x], -1)[..., 0] if dice.often() else x
     x = x[None] if dice.often() else x
     dtype = torch.float64 if dice.often() else torch.float32  # no matrices of bfloat16
     bias = None if dice.often() else dice.normal(outputs).to(dtype)
-    return Case((x.to(dtype), weight.to(dtype), bias), near=(1e-5, 1e-5))
+    return Case((x.to(dtype), dice.weight(weight.to(dtype)), bias), near=(1e-5, 1e-5))
 
 
 COARSE = {torch.float32: (1e-5, 1e-5), torch.float16: (5e-3, 5e-3), torch.bfloat16: (0.03, 0.03)}
 KINDS = list(COARSE)
+ROWS = [1, 3, 16, 17, 30]  # of a product
 
 
 def attention_info(dice: Dice) -> tuple[fused.AttentionInfo, SimpleNamespace, int, torch.dtype]:
@@ -533,12 +540,13 @@ def add_norm(dice: Dice) -> Case:
 
 def product_add_norm(dice: Dice) -> Case:
     dtype = dice.choice(KINDS if dice.device.type == "cuda" else KINDS[:2])
-    rows, E, depth = dice.choice([1, 3, 16, 17]), dice.choice([4, 33, 100]), dice.choice([5, 1024])
+    rows, E, depth = dice.choice(ROWS), dice.choice([4, 33, 100]), dice.choice([5, 1024])
     norm = SimpleNamespace(weight=dice.normal(E).to(dtype), variance_epsilon=1e-5)
     shapes = (rows, E), (rows, depth), (E, depth)
     x, y, weight = (dice.normal(*shape).to(dtype) for shape in shapes)
     bias = dice.normal(E).to(dtype) if dice.often() else None
-    return Case((x, dice.odd(y), weight / depth**0.5, bias, fused.Norm(norm)), near=COARSE[dtype])
+    weight = dice.weight(weight / depth**0.5)
+    return Case((x, dice.odd(y), weight, bias, fused.Norm(norm)), near=COARSE[dtype])
 
 
 def swiglu(dice: Dice) -> Case:
@@ -549,10 +557,10 @@ def swiglu(dice: Dice) -> Case:
 
 def product_swiglu(dice: Dice) -> Case:
     dtype = dice.choice(KINDS if dice.device.type == "cuda" else KINDS[:2])
-    rows, E, hidden = dice.choice([1, 3, 16, 17]), dice.choice([4, 33, 200]), dice.choice([3, 40])
+    rows, E, hidden = dice.choice(ROWS), dice.choice([4, 33, 200]), dice.choice([3, 40])
     x, weight = dice.normal(rows, E).to(dtype), dice.normal(2 * hidden, E).to(dtype)
     bias = dice.normal(2 * hidden).to(dtype) if dice.often() else None
-    return Case((dice.odd(x), weight / E**0.5, bias), near=COARSE[dtype])
+    return Case((dice.odd(x), dice.weight(weight / E**0.5), bias), near=COARSE[dtype])
 
 
 def tokens_of_a_window(dice: Dice, size: int, back: int) -> tuple[Window, Tensor]:

@@ -19,7 +19,7 @@ from specexp import ops, rules, sampling, sequences
 from specexp.drafters import ngram, recycle, suffix
 from specexp.fast import cpu_replays, fused, fused_block, fused_eagle, huge_pages
 from specexp.fast.cpu import build
-from specexp.models import lm
+from specexp.models import int8, lm
 from specexp.models.scans import FIRST, Scan, Walk
 from specexp.sampling import ACCEPT, RESIDUAL, Noise, Rng, Sampling
 from specexp.sequences import Draft, Sequences, Verdict
@@ -304,7 +304,7 @@ def note(self: recycle.Table, rows: slice, tokens: Tensor, notes: Tensor) -> Non
 @compiled(lm.product)
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Takes at most FEW rows, of float32 or bfloat16: their product takes as long as reading the
-    weights, and for more rows torch's is faster. x may be strided."""
+    weights, which may be 8-bit integers, and for more rows torch's is faster. x may be strided."""
     (outputs, inputs), rows = weight.shape, x.numel() // max(1, weight.shape[1])
     run = of_dtype("product", x)
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
@@ -312,11 +312,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return NotImplemented
     if bias is not None and bias.shape != (outputs,):
         return NotImplemented
-    x = x.contiguous()
-    if not packed(x.dtype, x, weight, bias):
+    x, (weights, scales) = x.contiguous(), int8.scaled_rows(weight) or (weight, None)
+    kind = x.dtype if scales is None else torch.int8
+    if not packed(x.dtype, x, bias) or not packed(kind, weights):
         return NotImplemented
     y = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype)
-    run(rows, inputs, outputs, torch.get_num_threads(), x, weight, bias, y)
+    run(rows, inputs, outputs, torch.get_num_threads(), x, weights, bias, scales, y)
     return y
 
 

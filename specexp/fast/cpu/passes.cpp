@@ -449,12 +449,12 @@ template <typename num> static int64_t room_for(const Net<num> *net, const Pass<
     return room.end - room.x;
 }
 
-// lm.product: y [rows, outputs] = x [rows, inputs] times w [outputs, inputs] plus bias, or null.
+// lm.product: y [rows, outputs] = x [rows, inputs] times a `Matrix` [outputs, inputs].
 template <typename num>
 static void product(int64_t rows, int64_t inputs, int64_t outputs, int64_t threads, const num *x,
-                    const num *w, const num *bias, num *y) {
+                    const void *weights, const num *bias, const float *scales, num *y) {
 #pragma omp parallel num_threads(threads)
-    linear<num>(rows, {x, nullptr}, {w, bias, nullptr}, inputs, y, outputs);
+    linear<num>(rows, {x, nullptr}, {weights, bias, scales}, inputs, y, outputs);
 }
 
 CALLED(float32, pass<float>)

@@ -3,9 +3,12 @@
 So the whole GPU has to read at once: a matrix with few outputs is split along its depth, too, into
 shares whose products are parts of the sums. The last program of a block of outputs adds the parts
 up, or the kernel that adds the residual and norms it. For more rows torch's product is faster.
+
+Weights may be 8-bit integers with one scale for each output, which multiplies its sum. torch first
+widens such a matrix, and so moves five bytes a weight instead of one: here more rows are taken.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,24 +16,26 @@ import triton.language as tl
 from torch import Tensor
 
 from specexp.fast.fused import Norm
-from specexp.fast.gpu.launches import blocks_of, dependent_launch, wait_for_previous
+from specexp.fast.gpu.launches import blocks_of, dependent_launch, power_of_2, wait_for_previous
 from specexp.fast.gpu.laws import counters, is_last
 from specexp.fast.gpu.layers import KINDS, can_add_norm, launch_add_norm
+from specexp.models import int8
 
 FEW = 16  # rows at most; tl.dot multiplies no fewer
+FEW_OF_INTEGERS = 32  # rows at most of 8-bit weights
 FILLED = 512  # programs that keep a large GPU busy
 DEEP = 256  # the depth of a share is a multiple of this
 
 
 @triton.jit
 def product_kernel(
-    x, weight, bias, parts, out, ended, n, stride, E: tl.constexpr, DEEP: tl.constexpr,
+    x, weight, scales, bias, parts, out, ended, n, stride, E: tl.constexpr, DEEP: tl.constexpr,
     SHARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-    BIAS: tl.constexpr, SUMS: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """lm.product of few rows. A program owns BLOCK outputs over one share of the depth: it reads x
     [n, DEEP] and its part of weight [E, DEEP], and writes to parts [shares, n, E]. With SUMS, the
-    last program of a block adds these up and writes out [n, E]."""
+    last program of a block adds these up and writes out [n, E]. SCALED: weights are integers."""
     row, e, begins = tl.arange(0, ROWS), tl.arange(0, DEPTH), tl.program_id(1) * SHARE
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = weight + tl.minimum(column, E - 1).to(tl.int64) * DEEP + begins
@@ -41,8 +46,10 @@ def product_kernel(
         some = x + row[:, None] * stride + deep[None, :]
         some = tl.load(some, (row < n)[:, None] & (deep < DEEP)[None, :], other=0.0)
         there = (column < E)[:, None] & (deep < DEEP)[None, :]
-        w = tl.load(here[:, None] + (first + e)[None, :], there, other=0.0)
+        w = tl.load(here[:, None] + (first + e)[None, :], there, other=0).to(x.dtype.element_ty)
         sums = tl.dot(some, tl.trans(w), sums, input_precision="tf32x3")
+    if SCALED:
+        sums *= tl.load(scales + column, column < E, other=0.0)[None, :]
     real = (row < n)[:, None] & (column < E)[None, :]
     to = row[:, None] * E + column[None, :]
     if SUMS:
@@ -60,67 +67,85 @@ def product_kernel(
     tl.store(out + to, sums.to(out.dtype.element_ty), real)
 
 
+class Matrix(NamedTuple):
+    """A matrix and a bias [E] as the kernels read them: weights [E, depth] of x's dtype, or 8-bit
+    integers and their scales, E float32 numbers."""
+
+    weights: Tensor
+    scales: Tensor | None
+    bias: Tensor | None
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of a kernel, with any tensor for what there is not."""
+        w, scales, bias = self
+        return w, w if scales is None else scales, w if bias is None else bias
+
+    def sizes(self, x: Tensor) -> dict[str, Any]:
+        """The sizes and launch options that both kernels share, for rows x [n, depth]."""
+        narrow, scaled = x.dtype.itemsize == 2, self.scales is not None
+        sizes: dict[str, Any] = {"ROWS": max(FEW, power_of_2(len(x))), "SCALED": scaled}
+        sizes |= {"DEPTH": 128 if narrow else 64, "num_stages": 4 if narrow else 3}
+        return sizes | {"BIAS": self.bias is not None} | dependent_launch(x)
+
+
 def launch_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: Tensor, out: Tensor | None, block: int
+    x: Tensor, matrix: Matrix, parts: Tensor, out: Tensor | None, block: int
 ) -> None:
-    """Write x [n, depth] times weight [E, depth], plus bias [E], to out [n, E], by way of parts
-    [shares of the depth, n, E]; without `out`, the parts alone. block: outputs of a program."""
+    """Write x [n, depth] times a matrix, plus its bias, to out [n, E], by way of parts [shares of
+    the depth, n, E]; without `out`, the parts alone. block: outputs of a program."""
     (shares, n, E), depth = parts.shape, x.shape[1]
     blocks, sums = blocks_of(block, E), out is not None
     product_kernel[blocks, shares](
-        x, weight, x if bias is None else bias, parts, out if sums else parts,
+        x, *matrix.arguments(), parts, out if sums else parts,
         counters(x.device, blocks) if sums else parts, n, x.stride(0), E=E, DEEP=depth,
-        SHARE=depth // shares, BLOCK=block, BIAS=bias is not None, SUMS=sums, **tile(x),
+        SHARE=depth // shares, BLOCK=block, SUMS=sums, **matrix.sizes(x),
     )  # fmt: skip
 
 
-def tile(x: Tensor) -> dict[str, Any]:
-    """The sizes and launch options that both product kernels share."""
-    narrow = x.dtype.itemsize == 2
-    sizes = {"ROWS": FEW, "DEPTH": 128 if narrow else 64, "num_stages": 4 if narrow else 3}
-    return sizes | dependent_launch(x)
-
-
-def few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels multiply x [..., depth] by this weight: x has at most FEW rows, no
-    gradient is wanted, and dtypes and strides are those that the kernels read."""
+def read(x: Tensor, weight: Tensor, bias: Tensor | None) -> Matrix | None:
+    """The matrix by which the kernels multiply x [..., depth]; None if x has too many rows, a
+    gradient is wanted, or dtypes and strides are not those that the kernels read."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return False
+        return None
+    weights, scales = int8.scaled_rows(weight) or (weight, None)
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous()
+    if not (plain or scales is not None) or x.dtype not in KINDS or x.dtype != weight.dtype:
+        return None
     rows_apart = x.dim() == 2 and x.stride(1) == 1
-    if not plain or not (rows_apart or x.is_contiguous()):
-        return False
-    if not 0 < x.numel() <= FEW * x.shape[-1] or x.shape[-1:] != weight.shape[1:]:
-        return False
-    if x.dtype not in KINDS or x.dtype != weight.dtype:
-        return False
-    if bias is None:
-        return True
-    return bias.shape == weight.shape[:1] and bias.dtype == x.dtype and bias.is_contiguous()
+    if not rows_apart and not x.is_contiguous():
+        return None
+    most = FEW if scales is None else FEW_OF_INTEGERS
+    if not 0 < x.numel() <= most * x.shape[-1] or x.shape[-1:] != weights.shape[1:]:
+        return None
+    fits = bias is None or (
+        bias.shape == weights.shape[:1] and bias.dtype == x.dtype and bias.is_contiguous()
+    )
+    return Matrix(weights, scales, bias) if fits else None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not few(x, weight, bias):
+    if not (matrix := read(x, weight, bias)):
         return NotImplemented
-    rows = x.view(-1, x.shape[-1])
-    out = x.new_empty(len(rows), len(weight))
-    split = shares(*weight.shape) if len(weight) < 8 * FILLED else 1
+    rows, E = x.view(-1, x.shape[-1]), len(weight)
+    out = x.new_empty(len(rows), E)
+    split = shares(*weight.shape) if E < 8 * FILLED else 1
     if split > 1:
         parts = torch.empty(split, *out.shape, dtype=torch.float32, device=x.device)
-        launch_product(rows, weight, bias, parts, out, 32)
+        launch_product(rows, matrix, parts, out, 32)
     else:
-        block = 32 if len(weight) >= 32 * FILLED else 16
-        launch_product(rows, weight, bias, out[None], None, block)
+        launch_product(rows, matrix, out[None], None, 32 if E >= 32 * FILLED else 16)
     return out.view(*x.shape[:-1], -1)
 
 
 def product_add_norm(
     x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
-    if norm is None or not few(y, weight, bias) or not can_add_norm(x, norm) or y.dtype != x.dtype:
+    if norm is None or not can_add_norm(x, norm) or y.dtype != x.dtype:
+        return NotImplemented
+    if not (matrix := read(y, weight, bias)):
         return NotImplemented
     parts = torch.empty(shares(*weight.shape), *x.shape, dtype=torch.float32, device=x.device)
-    launch_product(y, weight, None, parts, None, 32)
+    launch_product(y, matrix._replace(bias=None), parts, None, 32)
     return launch_add_norm(x, parts, bias, norm, len(parts))
 
 
@@ -132,8 +157,9 @@ def shares(E: int, depth: int) -> int:
 
 @triton.jit
 def product_swiglu_kernel(
-    x, weight, bias, out, n, stride, E: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, weight, scales, bias, out, n, stride, E: tl.constexpr, HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr,
+    BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """fused.product_swiglu of few rows. A program owns BLOCK columns of out [n, HIDDEN]: it reads x
     [n, E] and the gates and ups of these columns in weight [2 * HIDDEN, E]. The reference writes
@@ -149,10 +175,14 @@ def product_swiglu_kernel(
         there = (column < HIDDEN)[:, None] & (deep < E)[None, :]
         some = x + row[:, None] * stride + deep[None, :]
         some = tl.load(some, (row < n)[:, None] & (deep < E)[None, :], other=0.0)
-        w = tl.load(near[:, None] + deep[None, :], there, other=0.0)
+        w = tl.load(near[:, None] + deep[None, :], there, other=0).to(x.dtype.element_ty)
         gates = tl.dot(some, tl.trans(w), gates, input_precision="tf32x3")
-        w = tl.load(near[:, None] + HIDDEN * E + deep[None, :], there, other=0.0)
+        w = tl.load(near[:, None] + HIDDEN * E + deep[None, :], there, other=0)
+        w = w.to(x.dtype.element_ty)
         ups = tl.dot(some, tl.trans(w), ups, input_precision="tf32x3")
+    if SCALED:
+        gates *= tl.load(scales + column, column < HIDDEN, other=0.0)[None, :]
+        ups *= tl.load(scales + HIDDEN + column, column < HIDDEN, other=0.0)[None, :]
     if BIAS:
         gates += tl.load(bias + column, column < HIDDEN, other=0.0).to(tl.float32)[None, :]
         ups += tl.load(bias + HIDDEN + column, column < HIDDEN, other=0.0).to(tl.float32)[None, :]
@@ -162,12 +192,12 @@ def product_swiglu_kernel(
 
 
 def product_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not few(x, weight, bias):
+    if not (matrix := read(x, weight, bias)):
         return NotImplemented
     n, (wide, E) = len(x), weight.shape
     out = x.new_empty(n, wide // 2)
     product_swiglu_kernel[blocks_of(32, wide // 2),](
-        x, weight, x if bias is None else bias, out, n, x.stride(0), E=E, HIDDEN=wide // 2,
-        BLOCK=32, BIAS=bias is not None, **tile(x),
+        x, *matrix.arguments(), out, n, x.stride(0), E=E, HIDDEN=wide // 2, BLOCK=32,
+        **matrix.sizes(x),
     )  # fmt: skip
     return out
