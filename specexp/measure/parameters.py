@@ -140,7 +140,7 @@ PARAMETERS: dict[str, Parameter] = {
     "force": Parameter("bool", "measure costs again even if they are stored"),
     # requests under load
     "policy": Parameter("str",
-        "never, always:GAMMA, threshold:GAMMA,ROWS, greedy, goodput, bandit"),
+        "never, always:3, threshold:3,8, table:1=4,8=0, greedy, goodput, bandit"),
     "policies": Parameter("list", "other policies besides plain", each="policy"),
     "streams": Parameter("list", "concurrent requests in the closed loops", _least(1), empty=False),
     "turns": Parameter("int", "turns of each closed loop, over which its intervals are taken",
