@@ -341,7 +341,7 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
     tokens = probe(module)
     try:
         base, ids = module.model, getattr(module.lm_head, "ids", None)
-        head = module.lm_head.weight[: vocab if ids is None else None]
+        head = module.lm_head.weight.data[: vocab if ids is None else None]
         fused = Fused(
             base.layers, base.rotary_emb, base.norm, head, base.embed_tokens.weight,
             ids=ids, vocab=vocab,

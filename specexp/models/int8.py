@@ -1,11 +1,12 @@
 """Models with 8-bit weights: `NAME+int8` wherever a model is named, target or draft.
 
-torchao quantises the weights only: each row of every `nn.Linear` but the LM head becomes 8-bit
-integers and one scale. Its products first turn them back into floats, so this saves memory, and
-time only where kernels read the integers themselves (`scaled_rows`), as ours do. The LM head (often
-tied to the embedding), the embedding, norms, biases and other kinds of layers are unchanged, and so
-are activations, keys and values. A quantised draft can only cost acceptance; a quantised target is
-a different target, whose output is kept exactly.
+torchao quantises the weights only: each row of every `nn.Linear` becomes 8-bit integers and one
+scale. Its products first turn them back into floats, so this saves memory, and time only where
+kernels read the integers themselves (`scaled_rows`), as ours do. An LM head that is tied to the
+embedding gets weights of its own, because most of what a small draft reads is its head. The
+embedding, norms, biases and other kinds of layers are unchanged, and so are activations, keys and
+values. A quantised draft can only cost acceptance; a quantised target is a different target, whose
+output is kept exactly.
 
 Folders whose files are quantised already are read by transformers and the library of their method.
 This file does not know where models come from (load.py) or what runs them (lm.py).
@@ -55,9 +56,11 @@ def unpack(module: Any, dtype: torch.dtype, refused: str) -> None:
 
 
 def linears(module: Any) -> list[nn.Linear]:
-    """The layers of a transformers causal LM whose weights are quantised."""
+    """The layers of a transformers causal LM whose weights are quantised; none if all that there is
+    is an LM head."""
     head = module.get_output_embeddings()
-    return [m for m in module.modules() if isinstance(m, nn.Linear) and m is not head]
+    parts = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    return [] if parts == [head] else parts
 
 
 def int8_bytes(weights: Iterable[Tensor]) -> int:

@@ -443,5 +443,7 @@ def _sizes(config: Any) -> tuple[int, int, int]:
     module = _without_weights(config, torch.float32)
     quantised = getattr(config.get_text_config(), "quantised", "")
     weights = [part.weight for part in int8.linears(module)] if quantised else []
-    numbers = sum(p.numel() for p in module.parameters()) - sum(w.numel() for w in weights)
+    gone = {id(w) for w in weights}  # but for an embedding to which an LM head was tied
+    gone -= {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
+    numbers = sum(p.numel() for p in module.parameters() if id(p) not in gone)
     return numbers, int8.int8_bytes(weights), sum(buffer.nbytes for buffer in module.buffers())

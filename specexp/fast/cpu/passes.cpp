@@ -44,7 +44,8 @@ template <typename num> struct Net {
     int64_t known, vocab, all; // rows of `embed`; rows of `head`; columns of the logits
     int64_t adds;              // 1: the residual starts from the normed state
     float eps, scale, stretch; // eps of norms; factors of attention scores, of cosines and sines
-    const num *embed, *norm, *head;     // the first two may be null
+    const num *embed, *norm;            // may be null
+    Matrix<num> head;
     const num *token_norm, *state_norm; // norms of what the first attention reads, or both null
     const int64_t *ids;        // [vocab]: the logits' column of each row of `head`; null: in order
     const float *frequencies;  // [dim / 2], of the rotation
@@ -393,8 +394,7 @@ static void part(const Net<num> &net, const Pass<num> &p, const Room<num> &room,
         if (const int64_t r = kept.read[i]; mine.from <= r && r < mine.to)
             memcpy(heads + i * E, ours + r * E, E * sizeof *ours);
 #pragma omp barrier
-    const Matrix<num> head{net.head, nullptr, nullptr};
-    linear(wanted, input(heads, wanted, E, head), head, E, net.ids ? room.head_logits : p.logits,
+    linear(wanted, input(heads, wanted, E, net.head), net.head, E, net.ids ? room.head_logits : p.logits,
            net.vocab);
     if (net.ids) {
 #pragma omp barrier

@@ -39,8 +39,9 @@ class Net(Structure):
         *((n, c_int64) for n in ("layers", "width", "reads", "heads", "keys", "dim", "hidden")),
         *((n, c_int64) for n in ("known", "vocab", "all", "adds")),
         *((n, c_float) for n in ("eps", "scale", "stretch")),
-        *((n, c_void_p) for n in ("embed", "norm", "head", "token_norm", "state_norm", "ids")),
-        ("frequencies", c_void_p),
+        *((n, c_void_p) for n in ("embed", "norm")),
+        ("head", Matrix),
+        *((n, c_void_p) for n in ("token_norm", "state_norm", "ids", "frequencies")),
         ("layer", POINTER(Layer)),
     ]
 
@@ -74,7 +75,8 @@ class Native:
             len(fused.layers), fused.head.shape[1], first.qkv.shape[1], first.heads, first.keys,
             first.head_dim, first.hidden, vocab, len(fused.head), fused.vocab, fused.adds,
             first.after.eps, first.scale, fused.rotary.attention_scaling, address(fused.embed),
-            _weight(fused.norm), address(fused.head), *map(_weight, fused.beside or (None, None)),
+            _weight(fused.norm), _matrix(fused.head, None),
+            *map(_weight, fused.beside or (None, None)),
             address(fused.ids), address(self.frequencies), self.layers,
         )  # fmt: skip
         self.buffers: WeakKeyDictionary[SlotCache, tuple[Any, Any]] = WeakKeyDictionary()
@@ -146,24 +148,25 @@ def _tensors(fused: Any) -> Iterator[tuple[Tensor, tuple[int, ...], torch.dtype]
     states."""
     first, E, dtype = fused.layers[0], fused.head.shape[1], fused.head.dtype
     Q, wide = (first.heads + 2 * first.keys) * first.head_dim, first.heads * first.head_dim
-    for w in (fused.embed, fused.head):
-        if w is not None:
-            yield w, (len(w), E), dtype
+    if fused.embed is not None:
+        yield fused.embed, (len(fused.embed), E), dtype
+    products = [(fused.head, (len(fused.head), E))]
     norms = [(norm, E) for norm in (fused.norm, *(fused.beside or ()))]
     for layer in fused.layers:
         reads = 2 * E if fused.beside and layer is first else E
         sides = {"qkv": (Q, reads), "out": (E, wide), "up": (2 * first.hidden, E)}
         for name, shape in (sides | {"down": (E, first.hidden)}).items():
-            weight = getattr(layer, name)
-            if scaled := int8.scaled_rows(weight):
-                yield scaled[0], shape, torch.int8
-                yield scaled[1], (shape[0], 1), torch.float32
-            else:
-                yield weight, shape, dtype
+            products.append((getattr(layer, name), shape))
             if (bias := getattr(layer, f"{name}_bias")) is not None:
                 yield bias, shape[:1], dtype
         norms += [(layer.before, E), (layer.after, E)]
         norms += [(norm, first.head_dim) for norm in layer.norms or ()]
+    for weight, shape in products:
+        if scaled := int8.scaled_rows(weight):
+            yield scaled[0], shape, torch.int8
+            yield scaled[1], (shape[0], 1), torch.float32
+        else:
+            yield weight, shape, dtype
     yield from ((norm.weight, (size,), dtype) for norm, size in norms if norm)
 
 
