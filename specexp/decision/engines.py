@@ -17,6 +17,7 @@ from specexp.errors import UserError, counted
 from specexp.zoo import naming
 
 NOT_THERE = "has no such drafter"
+IN_8_BITS = "measured with 8-bit weights: quantise the draft model for this engine"
 SUFFIXES = ("eagle3", "mtp", "parallel")  # what TensorRT-LLM puts a suffix automaton before
 
 
@@ -35,7 +36,7 @@ def options(plan: Plan, target: str) -> dict[str, str]:
             return dict.fromkeys(ENGINES, f"cannot be given the tree {chosen.draft}")
         schedule[last] = chosen.draft
     try:
-        method, argument = _method(plan.drafter, target)
+        method, argument, suffix = _method(plan.drafter, target)
     except UserError as e:
         return dict.fromkeys(ENGINES, str(e))
     written = {}
@@ -44,22 +45,26 @@ def options(plan: Plan, target: str) -> dict[str, str]:
             written[engine] = write(method, argument, schedule)
         except _Cannot as e:
             written[engine] = str(e)
+            continue
+        if suffix:
+            begun = "  # " in written[engine]
+            written[engine] += f"{'; ' if begun else '  # '}{IN_8_BITS}"
     return written
 
 
-def _method(drafter: str, target: str) -> tuple[str, str]:
+def _method(drafter: str, target: str) -> tuple[str, str, str]:
     """The method's name, or that of its heads' kind, `parallel` for a draft model that drafts in
     one pass or `trained` for a layer in place of the target's own, after `lookup:` behind a lookup;
-    and its argument: the folder or hub id of a model or heads if it has one. Raises UserError if
-    these are not there any more."""
+    its argument: the folder or hub id of a model or heads if it has one; and `+int8` for a draft
+    model with 8-bit weights. Raises UserError if these are not there any more."""
     try:
         named, argument = naming.method_of(drafter) or ("", "")
     except UserError:  # a class of one's own, from another folder
-        return "", ""
+        return "", "", ""
     method, argument = fitting.behind(named, argument)
-    source = naming.source_of(drafter, target)
+    source, suffix = naming.source_of(drafter, target), ""
     if source:
-        source, _ = fitting.split(source)  # engines quantise a folder's weights themselves
+        source, suffix = fitting.split(source)
     if method in ("eagle", "dflash") and source:
         from specexp.models.heads import layouts
 
@@ -71,7 +76,7 @@ def _method(drafter: str, target: str) -> tuple[str, str]:
 
         if getattr(load.read_config(source).get_text_config(), "pard_token", None) is not None:
             method = "parallel"
-    return "lookup:" * (named == "lookup") + method, source or argument
+    return "lookup:" * (named == "lookup") + method, source or argument, suffix
 
 
 def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:

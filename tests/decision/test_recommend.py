@@ -482,6 +482,9 @@ def test_a_draft_model_and_heads_are_named_by_their_folder():
         assert json.loads(shlex.split(written["vLLM"])[1])["model"] == draft
         words = shlex.split(written["SGLang"], comments=True)
         assert words[1::2] == ["STANDALONE", draft, "4", "1", "5"]
+        for engine, line in written.items():
+            assert line.endswith(engines.IN_8_BITS) == name.endswith("+int8"), engine
+            assert line.count("  # ") <= 1
     heads = engines.options(plan("eagle"), "target-10m")
     assert '"method": "eagle3"' in heads["vLLM"]
     assert "--speculative-algorithm EAGLE3" in heads["SGLang"]
