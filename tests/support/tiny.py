@@ -201,8 +201,9 @@ def heads(kind: str, dtype: torch.dtype = torch.float64, target=None):
     torch.manual_seed(1)
     if kind == "medusa":
         made = Medusa(4, 1, 32, V)
+        unit = torch.eye(32, dtype=dtype, device=target.device)
         for last in made.readouts:
-            last.data.copy_(target.lm_head.weight)
+            last.data.copy_(target.lm_head(unit).T)  # its weights may be of 8 bits
     elif kind in BLOCKS:
         layers = block.layers_config(HEAD | {"head_dim": 8, "num_hidden_layers": 2})
         shape = block.BlockShape(kind, layers, 6, V - 1, (0, 2), ((0, False), (0, False)))
