@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from specexp.engine import Engine
 from specexp.errors import UserError, counted, refusing
+from specexp.models import int8
 from specexp.models.lm import shorten_head
 from specexp.zoo import files, shelf
 from specexp.zoo.recipes import Course, Phase
@@ -65,7 +66,13 @@ def kept_layers(L: int, layers: int) -> list[int]:
 
 def cut(target: PreTrainedModel, layers: int) -> PreTrainedModel:
     """A model of so many of the target's layers, in float32; only its layers and last norm are
-    trained. Raises UserError for a model whose layers cannot be told apart."""
+    trained. Raises UserError for a model whose layers cannot be told apart, or whose weights are
+    quantised."""
+    if any(map(int8.is_quantised, target.parameters())):
+        raise UserError(
+            "a draft is cut from unquantised weights: leave out +int8; it drafts for the quantised "
+            "model, too"
+        )
     config = copy.deepcopy(target.config)
     L = config.get_text_config().num_hidden_layers
     chosen = kept_layers(L, layers)

@@ -35,6 +35,7 @@ from specexp.models.lm import Unfused
 from specexp.models.servable import cache_name
 from specexp.sequences import Sequences
 from specexp.tree import Tree
+from specexp.zoo import drafts
 from specexp.zoo.heads import train_heads
 from specexp.zoo.known import Known
 
@@ -191,6 +192,12 @@ def test_quantised_checkpoint_plus_int8_is_refused():
     config.quantization_config = {"bits": 4}
     with pytest.raises(UserError, match=r"quantised as it is: leave out \+int8"):
         int8.check(config, "mine")
+
+
+def test_draft_is_cut_from_unquantised_weights(tiny_folders):
+    made = load.load(small(tiny_folders[0]), "mine", "float32", "cpu").module
+    with pytest.raises(UserError, match=r"from unquantised weights: leave out \+int8"):
+        drafts.cut(made, 1)
 
 
 def test_heads_refuse_the_int8_suffix(tiny_folders):
