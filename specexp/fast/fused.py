@@ -357,6 +357,7 @@ def _fuse(module: Any, vocab: int) -> tuple[Fused | Native | None, str]:
 def inside(head: Tensor, ids: Tensor, vocab: int) -> tuple[Tensor, Tensor | None]:
     """The rows of a head [V', E] whose tokens `ids` [V'] are among the first `vocab`, and these
     tokens; None if they are all the tokens in order."""
+    head = head.data  # in inference mode no quantised parameter can be cut
     if torch.equal(ids, torch.arange(len(ids), device=ids.device)) and len(ids) >= vocab:
         return head[:vocab], None
     if not (valid := ids < vocab).all():

@@ -107,7 +107,7 @@ def _fuse(block: Block, vocab: int) -> tuple[FusedBlock | None, str]:
     tokens = fused.probe(block)[:, : shape.block]
     at, cache = fused.whole_sequence(len(block.layers), tokens)
     try:
-        head, ids = fused.inside(block.head.weight.data, block.draft_ids, vocab)
+        head, ids = fused.inside(block.head.weight, block.draft_ids, vocab)
         net = Fused(
             [*block.layers], block.rotary, block.norm, head, embed, ids=ids, vocab=vocab,
             made=ConvolvedLayer if shape.kernel else fused.Layer,

@@ -78,7 +78,7 @@ def _fuse(eagle: Eagle, vocab: int) -> tuple[FusedEagle | None, str]:
 def _network(eagle: Eagle, vocab: int) -> Fused:
     """EAGLE-1's layers over states [B * n, E] that contain the embeddings; or EAGLE-3's over states
     and embeddings."""
-    head, ids = fused.inside(eagle.head.weight.data, eagle.draft_ids, vocab)
+    head, ids = fused.inside(eagle.head.weight, eagle.draft_ids, vocab)
     if not eagle.shape.fused:
         return Fused([*eagle.layers], eagle.rotary, None, head, ids=ids, vocab=vocab)
     layer = eagle.midlayer

@@ -4,7 +4,7 @@
 // Every sum is made in an order that does not depend on the other tokens of the pass. So the logits
 // of a token are the same to the last bit however many tokens and rows share its pass.
 //
-// Weights, keys and values are of type `num`, float or bfloat16; those of layers may be 8-bit
+// Weights, keys and values are of type `num`, float or bfloat16; a `Matrix` may be of 8-bit
 // integers. Sums and the residual are float; what a matrix multiplies is rounded to `num` first.
 
 #include "calls.h"
