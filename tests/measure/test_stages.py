@@ -57,19 +57,35 @@ def test_stage_without_a_row_is_right(tmp_path, capsys, monkeypatch):
     assert "smoke: 0 of 0 rows are right, 0 s it did nothing" in capsys.readouterr().out
 
 
+def ended(test: str, **more) -> SimpleNamespace:
+    report = {"nodeid": test, "when": "call", "duration": 0.5, "longrepr": None} | more
+    outcome = report.get("outcome", "passed")
+    return SimpleNamespace(**report, **{o: o == outcome for o in ("passed", "failed", "skipped")})
+
+
 @pytest.mark.parametrize(("code", "right"), [(0, True), (1, True), (2, False), (5, False)])
 def test_interrupted_tests_are_right(tmp_path, monkeypatch, code, right):
+    """What had ended before is kept, at every moment."""
     rows = Rows(tmp_path / "gpu_exactness.json", {})
+    wrong = SimpleNamespace(reprcrash=SimpleNamespace(message="assert 1 == 2"))
 
-    def run(command, **_):
-        case = '<testcase classname="tests.test_gpu" name="a" time="1"/>'
-        rows.file.with_suffix(".xml").write_text(f"<testsuite>{case}</testsuite>")
-        return SimpleNamespace(returncode=code, stdout="KeyboardInterrupt")
+    def main(arguments, plugins):
+        [plugin] = plugins
+        for report in (
+            ended("a.py::x", when="setup"), ended("a.py::x"), ended("a.py::x", when="teardown"),
+            ended("a.py::y[1]", outcome="failed", longrepr=wrong),
+            ended("b.py::z", outcome="skipped", when="setup"),
+            ended("b.py::z", when="teardown"),
+        ):  # fmt: skip
+            plugin.pytest_runtest_logreport(report)
+        return code
 
-    monkeypatch.setattr(stages.subprocess, "run", run)
-    with nullcontext() if right else pytest.raises(RuntimeError, match=f"exit code {code}: Key"):
+    monkeypatch.setattr(pytest, "main", main)
+    with nullcontext() if right else pytest.raises(RuntimeError, match=f"exit code {code}"):
         stages.exactness(rows, torch.device("cpu"))
-    assert bool(rows.rows) == right
+    [row] = json.loads(rows.file.read_text())["rows"]
+    assert (row["name"], row["tests"], row["process_s"], row["ok"]) == ("a.py", 2, 1.0, False)
+    assert row["error"] == '1 tests fail: {"y[1]": "assert 1 == 2"}'
 
 
 def test_unknown_stage_is_run(capsys):

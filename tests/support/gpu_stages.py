@@ -25,8 +25,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
 
 import torch
 from support import gpu_kernels
@@ -96,6 +94,9 @@ class Rows:
 
     def keep(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+        self.write()
+
+    def write(self) -> None:
         report = {"machine": self.machine, "rows": self.rows}
         files.write(self.file, json.dumps(report, indent=1))
 
@@ -149,31 +150,39 @@ def speaks(drafter: str, temperature: float, device: torch.device) -> dict[str, 
 
 
 def exactness(rows: Rows, device: torch.device) -> None:
-    """The tests that need a GPU, a row for each file, in as many processes as there are cores: a
-    fault of the device spoils what follows in its process."""
-    xml = rows.file.with_suffix(".xml")
-    command = [sys.executable, "-m", "pytest", "tests", "-m", "cuda", f"--junitxml={xml}"]
+    """The tests that need a GPU, in as many processes as there are cores: a fault of the device
+    spoils what follows in its process."""
+    import pytest
+
+    command = ["tests", "-m", "cuda"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if run.returncode not in (0, 1) or not xml.is_file():  # not all ran, for example
-        raise RuntimeError(f"pytest ended with exit code {run.returncode}: {run.stdout[-2000:]}")
-    files: dict[str, list[Element]] = {}
-    for case in ElementTree.parse(xml).iter("testcase"):
-        if not len(case) or case[0].tag != "skipped":
-            files.setdefault(case.get("classname", ""), []).append(case)
-    xml.unlink()
-    for name, cases in sorted(files.items()):
-        rows.add(name, partial(tested, cases))
+    if (code := pytest.main(command, plugins=[Outcomes(rows)])) not in (0, 1):
+        raise RuntimeError(f"pytest ended with exit code {int(code)}: not all tests ran")
 
 
-def tested(cases: list[Element]) -> dict[str, Any]:
-    wrong = {c.get("name"): c[0].get("message", "")[:300] for c in cases
-             if len(c) and c[0].tag in ("failure", "error")}  # fmt: skip
-    if wrong:
-        raise AssertionError(f"{len(wrong)} of {len(cases)} fail: {json.dumps(wrong)}")
-    took = sum(float(case.get("time", 0)) for case in cases)
-    return {"tests": len(cases), "process_s": round(took, 1)}
+class Outcomes:
+    """A plugin of pytest: a row for each file of tests, which counts each test as it ends."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.of_file = rows, dict[str, dict[str, Any]]()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.skipped or (report.when != "call" and report.passed):
+            return
+        file, _, test = report.nodeid.partition("::")
+        if file not in self.of_file:
+            self.of_file[file] = {"name": file, "ok": True, "tests": 0, "process_s": 0.0}
+            self.rows.rows.append(self.of_file[file])
+        row = self.of_file[file]
+        row["tests"] += report.when != "teardown"
+        row["process_s"] = round(row["process_s"] + report.duration, 2)
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None) or report.longrepr
+            wrong = row.setdefault("wrong", {})
+            wrong[test] = str(getattr(crash, "message", crash))[:300]
+            row |= {"ok": False, "error": f"{len(wrong)} tests fail: {json.dumps(wrong)}"}
+        self.rows.write()
 
 
 def kernel_times(rows: Rows, device: torch.device) -> None:
