@@ -3,9 +3,10 @@
 (The suffix automaton over a neural drafter of TensorRT-LLM, `sa_config`; llama.cpp's `--spec-type
 draft-eagle3,ngram-simple`.) A row's draft is `suffix`'s in the rounds in which its last tokens, at
 least `least` of them, occurred before, and the other drafter's in all others. Which one depends on
-committed tokens alone, so every exact rule stays exact. Both draft in every round, so that a round
-is one graph. The target may accept tokens that the other drafter did not draft: see
-`Drafter.give_way`.
+committed tokens alone, so every exact rule stays exact. Both take part in every round, so that a
+round is one graph; where the lookup drafts, the other drafts one token, which keeps its caches up
+to date, and the rest of its passes is padding, which compiled passes on a CPU leave out. The target
+may accept tokens that the other drafter did not draft: see `Drafter.give_way`.
 """
 
 from dataclasses import replace
@@ -49,12 +50,16 @@ class Lookup(Drafter):
 
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """In rows that take the lookup's draft, q [B, N, V] is 0: its tokens were chosen."""
-        draft = self.other.propose(seqs, tree, rng)
-        self.shaped_by = self.other.shaped_by
         if not tree.depth:
+            draft = self.other.propose(seqs, tree, rng)
+            self.shaped_by = self.other.shaped_by
             return draft
         copied = self.lookup.propose(seqs, tree, rng)
         sure = repeats(seqs, self.least) & (copied.tokens[:, 1:2] >= 0)  # [B, 1]
+        depth = torch.full_like(seqs.length, tree.depth) if seqs.budget is None else seqs.budget
+        shorter = replace(seqs, budget=torch.where(sure[:, 0], depth.clamp(max=1), depth))
+        draft = self.other.propose(shorter, tree, rng)
+        self.shaped_by = self.other.shaped_by
         nodes = draft.nodes
         if tree.width:  # its shape is another in each row
             parents = torch.where(sure, copied.nodes.parents, nodes.parents)

@@ -106,6 +106,27 @@ def test_rows_get_the_lookups_draft_or_what_the_other_drafts_alone(kind, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@torch.inference_mode()
+def test_a_network_drafts_one_token_where_the_lookup_drafts(shape, monkeypatch):
+    made = engine("null", "empty", temperature=0.0)
+    own = drafter("model", made.target, made.sampling)
+    made = Engine.of(made, drafter=Lookup(Suffix(V, 8), own, LEAST))
+    repeated, other = [1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 5, 6]
+    seqs = made.begin(Sequences.of([repeated, other], 20, slack=30))
+    fed, feed = [], own.lm.feed
+    monkeypatch.setattr(own.lm, "feed", lambda s, tokens, *a, **k: (
+        fed.append(tokens.clone()), feed(s, tokens, *a, **k))[1])  # fmt: skip
+    tree = SHAPES[shape][0]
+    made.draft(seqs, tree)
+    committed, *levels = fed
+    assert len(levels) == tree.depth - 1
+    assert (committed >= 0).all()
+    for tokens in levels:
+        assert (tokens[0] == -1).all()
+        assert (tokens[1] >= 0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_draft_model_that_is_not_told_reads_tokens_that_were_not_kept(shape, monkeypatch):
     monkeypatch.setattr(DraftModel, "give_way", lambda _: None)
     with pytest.raises(AssertionError):
