@@ -49,10 +49,11 @@ class Tree:
 
     def __post_init__(self) -> None:
         p = self.parents
-        if not isinstance(p, tuple) or any(type(node) is not int for node in (*p, self.width)):
+        whole = isinstance(p, tuple) and all(type(node) is int for node in (*p, self.width))
+        if not whole or self.width < 0:
             raise UserError(
                 f"parents is {p!r:.40} and width {self.width!r:.40}; they must be a tuple of whole "
-                "numbers and a whole number"
+                "numbers and a whole number of 0 or more"
             )
         ordered = all(a <= b for a, b in itertools.pairwise(p))
         if not p or p[0] != -1 or not ordered or any(not -1 < p[i] < i for i in range(1, len(p))):

@@ -46,6 +46,7 @@ def test_tree_rejects_parents_out_of_breadth_first_order(parents):
         (lambda: Tree.grown(10**12, 1), "draft at most 1024 a round"),
         (lambda: Tree((-1, 0.0)), "must be a tuple of whole numbers"),
         (lambda: Tree([-1, 0]), "must be a tuple of whole numbers"),
+        (lambda: Tree((-1, 0, 1), -1), "and width -1; .* a whole number of 0 or more"),
         (lambda: Tree.parse("9" * 5000, 5), "tree '9999.* is unknown"),
     ],
 )
