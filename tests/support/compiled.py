@@ -1,7 +1,8 @@
 """Triton's kernels compiled for cards that are not here. `python -m support.compiled verify 90`
-prints what each needs of a card at the sizes of a model of 8 billion parameters, `layer 0` what one
-layer of the first of SHAPES launches, `every 90` the tables of all passes on a card as they stand
-in data/measurements/gpu_compiled.json; with TRITON_INTERPRET=0."""
+prints what each needs of a card at the sizes of a model of 8 billion parameters (`verify 90 6`: one
+call in six of them), `layer 0` what one layer of the first of SHAPES launches, `most 90` the most
+of all passes on a card as it stands in data/measurements/gpu_compiled.json; with
+TRITON_INTERPRET=0."""
 
 import json
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -55,16 +57,19 @@ class Card:
 
 
 @contextmanager
-def compiling(capability: int) -> Iterator[list[dict[str, Any]]]:
-    """Meanwhile launches compile and run nothing; yields what each kernel needs."""
+def compiling(capability: int, whole: bool = True) -> Iterator[list[dict[str, Any]]]:
+    """Meanwhile launches compile and run nothing; yields what each kernel needs. `whole`: of a
+    card, too; else they are not even compiled."""
     needs, run = [], JITFunction.run
 
     def compiled(self, *args, grid, warmup, **options):
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        more = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
-        more |= registers(kernel.asm["cubin"])
-        # strides of a cache by which whole numbers of 32 bits are multiplied
-        more["narrow"] = re.findall(r"muli %\w+, %([kv]_[bhs]) : i32", kernel.asm["ttir"])
+        more: dict[str, Any] = {}
+        if whole:
+            kernel = run(self, *args, grid=grid, warmup=True, **options)
+            more = {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+            more |= registers(kernel.asm["cubin"])
+            # strides of a cache by which whole numbers of 32 bits are multiplied
+            more["narrow"] = re.findall(r"muli %\w+, %([kv]_[bhs]) : i32", kernel.asm["ttir"])
         given = dict(zip(self.arg_names, args, strict=False))
         if self.__name__ == "rotate_kernel":  # of the cache it writes its own slots alone
             given |= {"keys": None, "values": None}
@@ -95,9 +100,9 @@ def registers(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2]) + int(found[3])}
 
 
-def launch(B: int, n: int, S: int, dtype: torch.dtype) -> None:
-    """Every kernel once, on tensors that hold nothing."""
-    for call in calls(B, n, S, dtype, "meta"):
+def launch(B: int, n: int, S: int, dtype: torch.dtype, step: int) -> None:
+    """Every kernel once, or one call in `step`, on tensors that hold nothing."""
+    for call in islice(calls(B, n, S, dtype, "meta"), 0, None, step):
         run, _ = ops.OPS[call.operation].kernels["cuda"]
         assert run(*call.args) is not NotImplemented, call.name
 
@@ -133,7 +138,7 @@ def layer(width: int, hidden: int, B: int, n: int, S: int, dtype: torch.dtype) -
         ):  # fmt: skip
             op = ops.OPS[operation]
             op.chosen[torch.device("meta")] = op.kernels["cuda"][0]
-        with compiling(CARD) as needs, Launched(needs):
+        with compiling(CARD, whole=False) as needs, Launched(needs):
             net(tokens, tokens, cache, (), 1)
     names = [need["kernel"] for need in needs]
     _, first, second = (at for at, name in enumerate(names) if name == "rotate_kernel")
@@ -142,10 +147,10 @@ def layer(width: int, hidden: int, B: int, n: int, S: int, dtype: torch.dtype) -
     return {"launches": needs[first:second], "least": least}
 
 
-def table(name: str, capability: int) -> list[dict[str, Any]]:
-    """What every kernel needs in such a pass on a card."""
+def table(name: str, capability: int, step: int = 1) -> list[dict[str, Any]]:
+    """What every kernel, or one call in `step`, needs in such a pass on a card."""
     with compiling(capability) as needs:
-        launch(*PASSES[name])
+        launch(*PASSES[name], step)
     return needs
 
 
@@ -161,9 +166,9 @@ def most(capability: int) -> dict[str, dict[str, int]]:
 
 if __name__ == "__main__":
     ops.kernels_of(torch.device("cuda"))
-    what, which = sys.argv[1], int(sys.argv[2])
+    what, which, *step = sys.argv[1], *map(int, sys.argv[2:])
     if what == "layer":
         said: Any = [layer(*SHAPES[which], *PASSES["verify"])]
     else:
-        said = most(which) if what == "most" else table(what, which)
+        said = most(which) if what == "most" else table(what, which, *step)
     json.dump(said, sys.stdout)
