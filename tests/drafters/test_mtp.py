@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import CONTEXT, in_turn
+from conftest import CONTEXT, in_turn, one_in
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MellumConfig, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpModel
@@ -117,7 +117,7 @@ def as_speculators(name):
     return "mtp_layers.0." + (f"{SPECULATORS[part]}.{rest}" if part in SPECULATORS else rest)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", one_in(2, CONFIGS))
 def test_layer_trained_further_takes_the_place_of_the_checkpoints(saved, family, tmp_path):
     """As `speculators` saves it. The target's checkpoint lacks parts of its own."""
     folder, layer = saved(family)

@@ -83,8 +83,9 @@ def set_default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("native", ["", "off"])
-@pytest.mark.parametrize(("kind", "tree"), one_in(3, product(DRAFTERS, ("chain", "grown"))))
+@pytest.mark.parametrize(
+    ("kind", "tree", "native"), one_in(5, product(DRAFTERS, ("chain", "grown"), ("", "off")))
+)
 def test_default_dtype_changes_no_round(kind, tree, native, set_default_dtype, monkeypatch):
     monkeypatch.setenv("SPECEXP_NATIVE", native)
 

@@ -57,10 +57,11 @@ def grown_round_stays(target: LM, attention) -> None:
     round_stays(Engine(target, own, Fixed(TREES["grown"]), Sampling(0.0)), "grown", attention)
 
 
-@pytest.mark.parametrize(("tree", "rule", "temperature"), EVERY)
-@pytest.mark.parametrize("kind", DRAFTERS)
-@layouts
-def test_round_leaves_the_device(attention, kind, tree, rule, temperature):
+@pytest.mark.parametrize(
+    ("kind", "case", "attention"), one_in(5, product(DRAFTERS, EVERY, ATTENTION))
+)
+def test_round_leaves_the_device(attention, kind, case):
+    tree, rule, temperature = case
     stays(attention, kind, tree, rule, temperature)
 
 

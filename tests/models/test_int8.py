@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_turn, tiny_llama, tiny_tokenizer
+from conftest import also, in_turn, tiny_llama, tiny_tokenizer
 from support import architectures, peak_memory
 from support.problems import problems
 from support.references import interpreted, references
@@ -286,7 +286,7 @@ class Widened(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["llama", *also("gemma3_text", "granitemoehybrid")])
 @pytest.mark.parametrize("how", ["torch", *map(marked, ("compiler", "interpreter"))])
 def test_only_torch_widens_eight_bit_weights(family, how, monkeypatch):
     module = architectures.build(family, torch.float32)

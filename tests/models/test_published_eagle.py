@@ -180,13 +180,10 @@ def check_drafts(target, drafter, says):
     made = pair.engine
     made.drafter.sampling = specexp.Sampling()
     seqs = made.begin(Sequences.of([[5, 9, 7, 9, 40], [1, 2], [33, 8, 6]], 30, slack=4))
-    kept = set()
-    for _ in range(8):
+    for _ in range(4):
         texts = [row[:n] for row, n in zip(seqs.tokens.tolist(), seqs.length.tolist(), strict=True)]
         report = made.round(seqs, Tree.chain(3)).tolist()
-        kept |= {row[0] for row in report}
         assert [row[-3:] for row in report] == [says(net, text, 3) for text in texts]
-    return kept
 
 
 @pytest.mark.parametrize(("settings", "named", "published"), EAGLE3.values(), ids=EAGLE3)

@@ -28,6 +28,7 @@ TINY = twins.Shape(4, 64, 176, 4, 2, draft=1, rows=4224)
 REAL = twins.SHAPES
 SHAPES = {"Tiny": TINY, "Tied": replace(TINY, tied=True)}
 SHAPES |= {"Whole": replace(TINY, draft=4), "70B": REAL["70B"]}
+PAIRS = [("Tiny", 0.5), ("Tied", 0.9)]
 TEXTS = ["def mean(values):", "The museum opens at nine", "id,name\n1,", "once more", "a b", "x"]
 
 
@@ -46,7 +47,7 @@ def tiny_shapes():
 def pairs(shared):
     """(shape, alpha) -> facts and the folders of target and draft."""
     made = {}
-    for params, alpha in (("Tiny", 0.5), ("Tiny", 0.95), ("Tied", 0.7)):
+    for params, alpha in PAIRS:
         out = shared / "twins" / str(alpha)
         folders = [out / f"twin-{params.lower()}-{x}" for x in ("target", "draft")]
         out.mkdir(parents=True, exist_ok=True)
@@ -72,12 +73,13 @@ def test_twin_draft_equals_first_layers_of_target(pairs):
         )
 
 
-def test_only_what_deep_layers_write_is_damped(pairs):
-    strong, weak = (
-        AutoModelForCausalLM.from_pretrained(pairs["Tiny", alpha][1]).state_dict()
-        for alpha in (0.5, 0.95)
-    )
-    damps = [pairs["Tiny", alpha][0]["agreement"]["damp"] for alpha in (0.5, 0.95)]
+def test_only_what_deep_layers_write_is_damped(tmp_path):
+    damps, weights = (0.2, 0.05), []
+    for damp in damps:
+        make("Tiny", None, tmp_path, damp=damp, force=True)
+        net = AutoModelForCausalLM.from_pretrained(tmp_path / "twin-tiny-target")
+        weights.append(net.state_dict())
+    strong, weak = weights
     changed = {name for name, weight in weak.items() if not torch.equal(weight, strong[name])}
     assert changed == {
         f"model.layers.{layer}.{part}.weight"
@@ -133,7 +135,7 @@ def test_twin_reaches_the_requested_alpha(pairs):
         assert seen["on"] == "the model itself"
 
 
-@pytest.mark.parametrize("pair", [("Tiny", 0.5), ("Tiny", 0.95), ("Tied", 0.7)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_engine_acceptance_matches_the_card(pairs, pair):
     facts, target, draft = pairs[pair]
     pairing = api.load(str(target), str(draft), gamma=4)
@@ -148,7 +150,7 @@ def test_engine_acceptance_matches_the_card(pairs, pair):
 
 
 def test_early_exit_of_a_twin_equals_its_draft(pairs):
-    _, target, draft = pairs["Tiny", 0.95]
+    _, target, draft = pairs["Tied", 0.9]
     records = []
     for drafter in (str(draft), "early_exit:1"):
         pairing = api.load(str(target), drafter, gamma=3)
