@@ -44,8 +44,9 @@ class EagleLayer(Drafter):
         self.deepest = 0  # depth of the drafts so far
 
     def allocate(self, B: int, S: int) -> None:
-        super().allocate(B, S)
         width = self.net.config.hidden_size
+        self.features, self.state = torch.zeros(0), ()  # the old ones leave their memory
+        self.lm.allocate(B, S, S * width * self.lm.dtype.itemsize)
         self.features = torch.zeros(B, S, width, dtype=self.lm.dtype, device=self.lm.device)
         self.state = (self.features,)
 

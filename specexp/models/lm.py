@@ -248,12 +248,13 @@ class LM:
         sizes = memory.slot_bytes(self.config, self.dtype.itemsize, self.context)
         return memory.row_bytes(sizes, S, self.room)
 
-    def allocate(self, B: int, S: int) -> None:
+    def allocate(self, B: int, S: int, beside: int = 0) -> None:
         """Replace the cache by an empty one of B rows of S slots. Raises UserError if it does not
-        fit."""
+        fit. `beside`: bytes per row of what a drafter keeps with it, which have to fit, too."""
         self.cache = None
         parts = self.net.parts
-        need = B * (self.kv_bytes(S) + recurrent.state_bytes(parts, self.room, self.refed))
+        states = recurrent.state_bytes(parts, self.room, self.refed)
+        need = B * (self.kv_bytes(S) + states + beside)
         free = memory.free_memory(self.device)
         if need > free:
             most = free * B // need

@@ -3,6 +3,7 @@
 import gc
 import logging
 import shutil
+import weakref
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from conftest import tiny_llama
 from support import architectures, hybrids, peak_memory
 from support.problems import problems
-from support.tiny import module
+from support.tiny import engine, module
 from transformers import AutoModelForCausalLM, DeepseekV3Config, FalconConfig, LlamaConfig
 
 from specexp import api, rules
@@ -370,6 +371,20 @@ def test_allocate_error_names_the_batch_that_fits(little):
     with pytest.raises(UserError, match="are free: use fewer tokens"):  # not even one row fits
         target.allocate(99, 1001)
     target.allocate(10, 100)
+
+
+def test_features_of_eagle_count_beside_its_cache(monkeypatch):
+    """They are as large, here; and the old ones leave their memory to the new ones."""
+    drafter = engine("eagle3").drafter
+    drafter.allocate(10, 100)
+    free = 10 * drafter.lm.kv_bytes(100)
+    assert drafter.features.nbytes == free
+    old, gone = weakref.ref(drafter.features), []
+    monkeypatch.setattr(memory, "free_memory", lambda device: gone.append(old() is None) or free)
+    with pytest.raises(UserError, match=r"cache of eagle3 of target .* a batch of at most 5, "):
+        drafter.allocate(10, 100)
+    assert gone == [True]
+    drafter.allocate(5, 100)
 
 
 @pytest.mark.cuda
