@@ -105,9 +105,7 @@ def test_broken_config_is_a_one_line_error(folder, text):
         ("num_key_value_heads", 0, "num_key_value_heads 0: it must be 1 or more"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps nan: it must be a number"),
         ("eos_token_id", [{"id": 3}], "eos_token_id .*: it must be a token id or a list"),
-        ("num_hidden_layers", 2_000_000_000, "no model has more than 4096 layers"),
         ("text_config", {"num_hidden_layers": 5000}, "no model has more than 4096 layers"),
-        ("attn_implementation", "kernels-community/x:Y", "kernels from a hub are never fetched"),
         ("_attn_implementation", "a/b", "kernels from a hub are never fetched"),
         ("quantization_config", {"quant_method": "mine"}, "quantised by mine, which transformers"),
         ("num_attention_heads", 3, "not a multiple of the number of attention heads"),
@@ -164,15 +162,9 @@ def test_config_and_tokenizer_are_cached_until_files_change(folder):
     assert load.read_tokenizer(folder) is not read
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_hidden_layers": 9}, r"63 of its tensors are missing .* such as model\.layers\."),
-        ({"intermediate_size": 8}, r"of another shape .* such as model\.layers\.0\.mlp\."),
-    ],
-)
-def test_load_refuses_missing_or_mismatched_tensors(folder, changes, said):
-    edit(folder, **changes)
+def test_load_refuses_tensors_of_another_shape(folder):
+    edit(folder, intermediate_size=8)
+    said = r"of another shape .* such as model\.layers\.0\.mlp\."
     with pytest.raises(UserError, match=said):
         load.load(folder, "tiny", "float32", "cpu")
 
