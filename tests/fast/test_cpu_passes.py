@@ -238,17 +238,6 @@ def test_large_passes_are_left_to_torch(monkeypatch):
     assert apart(passed(lm, ())[1].logits, seen) < 1e-5
 
 
-def test_last_logits_match_those_of_all_places():
-    lm = compiled()
-    seqs = Sequences.of(PROMPTS, 4, slack=1)
-    lm.allocate(*seqs.tokens.shape)
-    slots = torch.arange(4).expand(len(PROMPTS), 4)
-    asked = (seqs, seqs.tokens[:, :4], slots, slots, None)
-    whole = lm.feed(*asked).logits
-    for last in (1, 3):
-        assert torch.equal(lm.feed(*asked, last=last).logits, whole[:, -last:])
-
-
 def wide_is_right() -> bool:
     """In bfloat16, 16 rows of 31 tokens through matrices of three and five tiles: near transformers
     in float64, and each row as it is alone."""

@@ -138,7 +138,7 @@ def test_fused_pass_depends_on_the_strides_of_attention(monkeypatch):
     assert isinstance(of_module(made("llama")).net, Fused)
 
 
-@pytest.mark.parametrize(("kind", "tree"), one_in(3, product(DRAFTERS, TREES)))
+@pytest.mark.parametrize(("kind", "tree"), one_in(4, product(DRAFTERS, TREES)))
 def test_fused_text_matches_transformers_for_every_drafter(kind, tree):
     greedy = engine(kind, tree, "match")
     assert isinstance(greedy.target.net, Fused)
