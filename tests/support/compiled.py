@@ -1,8 +1,7 @@
 """Triton's kernels compiled for cards that are not here. `python -m support.compiled verify 90`
 prints what each needs of a card at the sizes of a model of 8 billion parameters (`verify 90 6`: one
-call in six of them), `layer 0` what one layer of the first of SHAPES launches, `most 90` the most
-of all passes on a card as it stands in data/measurements/gpu_compiled.json; with
-TRITON_INTERPRET=0."""
+call in six of them), `layer` what one layer of each of SHAPES launches, `most 90` the most of all
+passes on a card as it stands in data/measurements/gpu_compiled.json; with TRITON_INTERPRET=0."""
 
 import json
 import re
@@ -166,9 +165,9 @@ def most(capability: int) -> dict[str, dict[str, int]]:
 
 if __name__ == "__main__":
     ops.kernels_of(torch.device("cuda"))
-    what, which, *step = sys.argv[1], *map(int, sys.argv[2:])
+    what, numbers = sys.argv[1], map(int, sys.argv[2:])
     if what == "layer":
-        said: Any = [layer(*SHAPES[which], *PASSES["verify"])]
+        said: Any = [layer(*shape, *PASSES["verify"]) for shape in SHAPES]
     else:
-        said = most(which) if what == "most" else table(what, which, *step)
+        said = most(*numbers) if what == "most" else table(what, *numbers)
     json.dump(said, sys.stdout)
