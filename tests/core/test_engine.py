@@ -497,3 +497,19 @@ def test_no_host_reads_notices_reads_of_whole_tensors(read):
         x = torch.arange(3) + 1
         with pytest.raises(AssertionError, match="inside a round"), NoHostReads():
             read(x)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_generate_matches_generation_of_transformers(kind, prompt):
+    """N23: plain, assisted and prompt-lookup generation of transformers, batch 1, greedy."""
+    net = module()
+    ids = torch.tensor([prompt])
+    common = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    extra = (
+        {"assistant_model": draft_module()} if kind == "model" else {"prompt_lookup_num_tokens": 3}
+    )
+    plain = net.generate(ids, attention_mask=torch.ones_like(ids), **common)
+    theirs = net.generate(ids, attention_mask=torch.ones_like(ids), **common, **extra)
+    ours = engine(kind, "chain").generate([prompt], NEW).tokens[0]
+    assert ours == plain[0, len(prompt) :].tolist() == theirs[0, len(prompt) :].tolist()

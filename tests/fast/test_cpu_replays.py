@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import one_in
 from support.tape import covered, recorded, unrecorded
-from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, engine
-from test_cuda_graphs import told
+from support.tiny import DRAFTERS, NEW, PROMPTS, TREES, InTurn, engine
+from test_cuda_graphs import TURNS, told
 from torch import Tensor
 
 from specexp.engine import Engine
@@ -58,6 +58,16 @@ def test_replayed_rounds_are_the_rounds(kind, tree, law):
     for prompts in (PROMPTS, PROMPTS[2:4], PROMPTS[:1]):
         assert told(one.generate(prompts, LONG)) == told(other.generate(prompts, LONG))
         assert recorded(one) == {"round"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_policies_may_change_trees(temperature):
+    def text(make):
+        made = make("model", temperature=temperature)
+        made.policy = InTurn(*TURNS)
+        return told(made.generate(PROMPTS, 60))
+
+    assert text(fast) == text(slow)
 
 
 class Asked(Fixed):
@@ -397,6 +407,18 @@ def test_a_token_that_there_is_not_is_refused_in_a_replay_too():
         made.run(seqs, TREES["empty"])
 
 
+def test_nothing_is_replayed_in_memory_that_is_gone():
+    made = fast("model")
+    seqs = made.begin(Sequences.of(PROMPTS, LONG, slack=5))
+    for _ in range(4):
+        made.run(seqs, TREES["chain"])
+    assert "round" in recorded(made)
+    made.plain().rows.allocate(len(PROMPTS), 99)  # the target is theirs, too
+    latest = made.recorder.latest
+    made.run(seqs, TREES["chain"])
+    assert made.recorder.latest is not latest
+
+
 def test_a_replay_keeps_the_weights_that_its_module_had():
     weight, x = torch.nn.Parameter(torch.randn(512, 512), False), torch.randn(1, 512)
     replay, made = cpu_replays.CpuTape().record(lambda: lm.product(x, weight, None), None)
@@ -426,3 +448,12 @@ def test_a_network_that_changes_is_another_replay():
     made.target.net = lambda *asked, **more: (called.append(1), run(*asked, **more))[1]
     made.run(seqs, TREES["empty"])
     assert called
+
+
+def test_the_deepest_draft_is_cut_where_the_drafter_ends():
+    def text(make):
+        made = make("model", Tree.chain(4))
+        made.drafter.context = 20
+        return told(made.generate(PROMPTS, LONG))
+
+    assert text(fast) == text(slow)
