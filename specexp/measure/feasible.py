@@ -16,7 +16,13 @@ from typing import Any
 from specexp import fitting, objects
 from specexp.errors import UserError, counted, first_line, refusing
 from specexp.measure import prompts
-from specexp.measure.parameters import PARAMETERS, Problem, by_mention, values
+from specexp.measure.parameters import (
+    PARAMETERS,
+    Problem,
+    by_mention,
+    problems_of_values,
+    values,
+)
 from specexp.models import memory
 from specexp.policy import PRICED
 from specexp.tree import MOST, Tree
@@ -30,6 +36,8 @@ SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 DEFAULTS: dict[str, Any] = {
     n: PARAMETERS[n].default for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
 }
+SHORT = prompts.Prompt("of one letter", "", ("a",))
+"""In place of prompts that cannot be read: what is impossible with it is so with any."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,8 @@ def _check_texts(
         categories = None if "prompts" in wrong else tuple(params.get("categories") or ()) or None
         limit = None if "limit" in wrong else params.get("limit")
         source = prompts.load, params.get("prompts", "all"), categories, limit
-        texts = findings.check(known, *source, blame=("prompts", "limit", "categories")) or []
+        texts = findings.check(known, *source, blame=("prompts", "limit", "categories"))
+        texts = texts or [SHORT]
     for rule in values(params, "rule", "rules"):
         if rule != "auto":
             findings.check(known, fitting.rule, rule, blame=("rule", "rules"))
@@ -151,6 +160,11 @@ def _check_models(
     pairings = []
     for options in each_pairing(params, wrong):
         blame = *_naming(options, params), "target", "dtype"
+        wrong_alone = {name for problem in problems_of_values(options) for name in problem.names}
+        if (rule := options["rule"]) != "auto":
+            judged = findings.check(known, fitting.rule, rule, blame=("rule", "rules"))
+            wrong_alone |= set() if judged else {"rule"}
+        options |= {name: DEFAULTS[name] for name in wrong_alone}  # which hides no other problem
         if pairing := findings.check(candidate, options, facts["vocab"], known, blame=blame):
             pairings.append(pairing)
     context, in_words = facts["reach"], facts["context"]

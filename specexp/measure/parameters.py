@@ -88,9 +88,12 @@ def _arrivals(name: str, value: Any) -> None:
         arrivals.parse(arrivals.at_rate(value, 1.0), 1)
 
 
-def _dtype(name: str, value: Any) -> None:
-    if value not in DTYPES:
-        raise UserError(f"dtype {value!r} is unknown; use {', '.join(DTYPES)}")
+def _one_of(*choices: str) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value not in choices:
+            raise UserError(f"{name} {value!r} is unknown; use {', '.join(choices)}")
+
+    return check
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -117,8 +120,9 @@ PARAMETERS: dict[str, Parameter] = {
     "min_p": Parameter("float", "sample from tokens at least so likely, relative to the likeliest",
                        _sampling, 0.0),
     "sampling": Parameter("str",
-        "given (temperature, top_k, ...), or model (generation_config.json)", default="given"),
-    "dtype": Parameter("str", "float32 or bfloat16", _dtype, "float32"),
+        "given (temperature, top_k, ...), or model (generation_config.json)",
+        _one_of("given", "model"), "given"),
+    "dtype": Parameter("str", "float32 or bfloat16", _one_of(*DTYPES), "float32"),
     "device": Parameter("str", "auto, cpu, cuda or cuda:N",
                         lambda _, value: check_device(value), "auto"),
     "seed": Parameter("int", "seed of sampled output", _least(0), 0),

@@ -1109,6 +1109,24 @@ def test_check_applies_temperatures_to_the_drafter_not_rivals():
     assert "suffix" in said
 
 
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"prompts": "nowhere.txt", "chat": True}, "no chat template"),
+        ({"categories": ["nothing"], "chat": True}, "no chat template"),
+        ({"prompts": "nowhere.txt", "max_new_tokens": 9999}, "prompt of one letter with 9999 new"),
+        ({"rule": "mach", "drafter": "medusa", "gamma": 50}, "drafts at most 3"),
+        ({"top_p": 2.0, "drafter": "medusa", "gamma": 50}, "drafts at most 3"),
+        ({"sampling": "own", "drafter": "medusa", "gamma": 50}, "drafts at most 3"),
+        ({"gammas": [0, 50], "drafter": "medusa"}, "drafts at most 3"),
+    ],
+    ids=repr,
+)
+def test_a_value_that_is_wrong_by_itself_hides_no_other_problem(params, said):
+    _, other = problems({"target": "target-10m", **params})
+    assert said in other
+
+
 def test_check_reports_too_long_prompts_in_one_line():
     [said] = problems({"target": "target-10m", "max_new_tokens": 10**6})
     assert said.endswith("(also too long: 79 more prompts)")
