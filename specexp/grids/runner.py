@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 DONE, FAILED, BUSY, DAMAGED, DISK_FULL, INTERRUPTED, TERMINATED = 0, 1, 3, 4, 5, 130, 143
 AWAY = "cannot be reached"
+UNREACHABLE = "cannot publish to MLflow for now, points run all the same"
 PATIENCE_S = 90.0
 ROOM_PER_POINT = 2_000_000
 
@@ -62,7 +63,7 @@ def run(
                 try:
                     runs.initialise()
                 except runs.StoreUnreachable as e:
-                    board.say(f"cannot publish to MLflow for now, points run all the same: {e}")
+                    board.say(f"{UNREACHABLE}: {e}", once=True)
                 for file in dict.fromkeys(file for p in points for file in p.files):
                     results.remember(file, {p.run_key for p in points if file in p.files})
             work = Work(points, board, retry_failed, force, retry_doubtful)
@@ -325,7 +326,8 @@ class Work:
                 with results.claim(results.key_of(folder)) as ours:
                     if ours:
                         presence.unmark(folder)
-        except runs.StoreUnreachable:  # said before
+        except runs.StoreUnreachable as e:
+            self.board.say(f"{UNREACHABLE}: {e}", once=True)
             return
         for line in replace(gaps, vanished=[*{*gaps.vanished} - renamed]).lines():
             self.board.say(line)

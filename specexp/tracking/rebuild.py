@@ -66,7 +66,7 @@ def rebuild(console: Console) -> Rebuilt:
 
 def accept(folders: Iterable[Path]) -> list[report.Run]:
     """Make these results of a grid the newest of their points, though other code has made others
-    since, and return them as `report.newest` does."""
+    since, and return them as `report.newest` does, without those that were damaged meanwhile."""
     chosen, last = {*folders}, dict[tuple[str, ...], tuple[int, Path]]()
     mine: list[report.Run] = []
     for folder in store.listed("results"):
@@ -81,7 +81,7 @@ def accept(folders: Iterable[Path]) -> list[report.Run]:
                 if ours:
                     end = {"ended": str(ended + 1)}
                     presence.rename(run.folder, run.experiment, run.tags | end)
-    return report.newest(chosen)
+    return report.newest(run.folder for run in mine)
 
 
 def describe() -> None:

@@ -280,9 +280,13 @@ def _move_into_place(attempt: Path, result: Path) -> Path:
     folders = sorted({p.parent for p in files} | {attempt}, reverse=True)
     for path in [*files, *folders]:
         _fsync(path)
-    if result.exists():
-        set_aside(result, "replaced")
-    os.rename(attempt, result)
+    replaced = set_aside(result, "replaced") if result.exists() else None
+    try:
+        os.rename(attempt, result)
+    except OSError:
+        if replaced:
+            os.rename(replaced, result)
+        raise
     with suppress(OSError):  # the result is there; if the move is lost, `finish` repeats it
         _fsync(result.parent)
     return result

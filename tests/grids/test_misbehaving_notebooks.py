@@ -198,15 +198,15 @@ def wilds(warm, disk, template):
 
 
 def test_bad_notebooks_harm_only_themselves(wilds):
-    hows = ["well", "forgets", "leaves a daemon", "floods"]
-    wilds.as_expected(how=hows)
+    hows = ["well", "forgets", "leaves a daemon", "floods", "is a vandal"]
+    assert wilds.go(how=hows).code == 1
+    kinds = {how: kind for (how, _), kind in wilds.kinds(how=hows).items()}
+    assert kinds == dict.fromkeys(hows, "done") | {"forgets": "error"}
     flooded(wilds.result("floods"))
-    assert wilds.go(how=["is a vandal"]).code == 0
-    torn = [w for w in wilds.wrong(how=[*hows, "is a vandal"]) if w.startswith("torn")]
+    torn = [w for w in wilds.wrong(how=hows) if w.startswith("torn")]
     assert len(torn) == 3  # found by whoever looks next, and made up for
-    hows.remove("forgets")
-    assert wilds.go(how=hows).code == 0
-    assert all(kind == "done" for kind in wilds.kinds(how=hows).values())
+    assert wilds.go(how=hows).code == 1
+    assert wilds.wrong(how=hows) == []
 
 
 def flooded(result: Path) -> None:

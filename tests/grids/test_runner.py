@@ -1,5 +1,6 @@
 """The runner: success is verified, failures are kept, and a killed run resumes."""
 
+import errno
 import json
 import os
 import shutil
@@ -445,8 +446,8 @@ def test_killed_runner_loses_nothing(store, light, warm, start, monkeypatch):
     assert sorted(frame["tags.run_key"]) == sorted(p.run_key for p in todo)
 
 
-def test_unpublished_result_is_published_once(store, points):
-    todo = points(x=[1])
+def test_unpublished_result_is_published_once(store, written):
+    todo = written(1)
     assert go(todo)[0] == 0
     result = store / "results" / todo[0].run_key
     (result / ".published").unlink()
@@ -461,35 +462,51 @@ def test_unpublished_result_is_published_once(store, points):
     assert new.info.run_id != old.info.run_id
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "swapped", "swapped unseen"])
-def test_damaged_result_is_set_aside_and_rerun(store, points, damage):
-    todo = points(x=[1])
+@pytest.mark.parametrize("unseen", [False, True])
+def test_file_swapped_for_one_of_its_size_is_set_aside_and_the_point_rerun(store, written, unseen):
+    todo = written(1)
     assert go(todo)[0] == 0
     result = store / "results" / todo[0].run_key
-    if damage == "cut":
-        text = (result / "notebook.ipynb").read_bytes()
-        (result / "notebook.ipynb").write_bytes(text[: len(text) // 2])
-    elif damage == "gone":
-        (result / "result.json").unlink()
-    else:
-        before = (result / "result.json").stat()
-        (result / "result.json").write_text("{}".ljust(before.st_size))
-        if damage == "swapped unseen":
-            os.utime(result / "result.json", ns=(before.st_atime_ns, before.st_mtime_ns))
+    before = (result / "result.json").stat()
+    (result / "result.json").write_text("{}".ljust(before.st_size))
+    if unseen:
+        os.utime(result / "result.json", ns=(before.st_atime_ns, before.st_mtime_ns))
     assert go(todo)[0] == 0
     assert intact(result)
     assert list((store / "replaced").glob(f"{todo[0].run_key}-*"))
 
 
-def test_point_claimed_elsewhere_is_waited_for(store, points):
-    todo = points(x=[1, 2])
+def test_result_damaged_while_its_grid_runs_is_left_out_and_rerun(store, written, monkeypatch):
+    def vandal(point, attempt, *rest):
+        for file in (store / "results").glob("*/result.json"):
+            file.write_text("{}")
+        execute(point, attempt, *rest)
+
+    todo, execute = written(1, 2), local.execute
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "execute", vandal)
+        code, said = go(todo)
+    assert code == 0, said
+    assert "1 of 2 points to run" in go(todo)[1]
+    assert problems() == []
+
+
+def test_point_claimed_elsewhere_is_waited_for(store, written, monkeypatch):
+    todo, waits, say = written(1, 2), threading.Event(), progress.Board.say
+
+    def heard(board, line, once=False):
+        say(board, line, once)
+        if line.startswith(f"waiting for {todo[0].label}"):
+            waits.set()
+
+    monkeypatch.setattr(progress.Board, "say", heard)
     with claim(todo[0].run_key) as ours:
         assert ours
         runner = threading.Thread(target=lambda: said.append(go(todo)))
         said: list[tuple[int, str]] = []
         runner.start()
         until(lambda: (store / "results" / todo[1].run_key).exists())
-        time.sleep(1)
+        assert waits.wait(600)
         assert runner.is_alive()
         assert not list((store / "attempts").glob(f"{todo[0].run_key}-*"))
     runner.join()
@@ -523,6 +540,7 @@ def test_two_reasons_to_wait_are_each_said_once(points):
     assert (said.count("waiting for x"), said.count("waiting with y")) == (1, 2)
 
 
+@pytest.mark.slow
 def test_two_runners_share_a_grid(store, light, warm, start):
     todo = light(x=list(range(8)))
     runners = [start() for _ in range(2)]
@@ -705,8 +723,8 @@ def test_failed_points_rerun_only_with_retry_failed(store, points, tmp_path):
     assert statuses() == {todo[0].run_key: "FAILED", todo[1].run_key: "FINISHED"}
 
 
-def test_force_reruns_and_keeps_one_run_a_point(store, points):
-    todo = points(x=[1])
+def test_force_reruns_and_keeps_one_run_a_point(store, written):
+    todo = written(1)
     assert go(todo)[0] == 0
     first = (store / "results" / todo[0].run_key / ".published").read_text()
     assert go(todo, force=True)[0] == 0
@@ -759,8 +777,8 @@ def test_doubtful_timings_are_shown_and_measured_again_on_request(store, written
     assert ran == [1, 2, 2]
 
 
-def test_forced_result_replaces_one_of_a_later_clock(store, points):
-    todo = points(x=[1])
+def test_forced_result_replaces_one_of_a_later_clock(store, written):
+    todo = written(1)
     assert go(todo)[0] == 0
     [old] = all_runs()
     runs.client().set_terminated(old.info.run_id, end_time=old.info.end_time + 3_600_000)
@@ -769,8 +787,8 @@ def test_forced_result_replaces_one_of_a_later_clock(store, points):
     assert new.info.run_id != old.info.run_id
 
 
-def test_failed_forced_run_keeps_the_old_result(store, points, monkeypatch):
-    todo = points(x=[1])
+def test_failed_forced_run_keeps_the_old_result(store, written, monkeypatch):
+    todo = written(1)
     assert go(todo)[0] == 0
     [before] = all_runs()
 
@@ -780,6 +798,23 @@ def test_failed_forced_run_keeps_the_old_result(store, points, monkeypatch):
     after = {r.info.status: r.info.run_id for r in all_runs()}
     assert set(after) == {"FAILED", "FINISHED"}
     assert after["FINISHED"] == before.info.run_id
+
+
+def test_forced_result_that_the_disk_refuses_leaves_the_old_one(store, written, monkeypatch):
+    todo, rename = written(1), os.rename
+    assert go(todo)[0] == 0
+    before = (todo[0].result / "tags.json").read_text()
+
+    def full(old, new):
+        if Path(new) == todo[0].result and "attempts" in Path(old).parts:
+            raise OSError(errno.ENOSPC, "No space left on device", str(new))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", full)
+    assert go(todo, force=True)[0] == run.DISK_FULL
+    assert intact(todo[0].result)
+    assert (todo[0].result / "tags.json").read_text() == before
+    assert problems() == []
 
 
 def test_untimed_points_run_together_timed_ones_alone(store, points, monkeypatch):
@@ -832,7 +867,7 @@ def test_each_worker_sees_its_own_gpu(points, monkeypatch, gpus, named, seen):
 
 
 def test_parallel_points_run_once_each(store, points):
-    todo = points(together=True, x=list(range(6)))
+    todo = points(together=True, x=list(range(3)))
     assert go(todo, jobs=3)[0] == 0
     assert statuses() == {p.run_key: "FINISHED" for p in todo}
 
@@ -863,26 +898,39 @@ def test_result_of_another_gpu_than_its_key_names_is_refused(store, points):
     assert f"invalid-result: it ran on {here}, and its key names Other GPU: leave out" in said
 
 
-def test_short_mlflow_outage_is_waited_for(store, points, monkeypatch):
-    Outage(monkeypatch, 2)
-    todo = points(x=[1])
+def test_short_mlflow_outage_is_waited_for(store, written, monkeypatch):
+    Outage(monkeypatch, 1)
+    todo = written(1)
     code, said = go(todo)
     assert code == 0
     assert "waiting for MLflow" in said
     assert statuses() == {todo[0].run_key: "FINISHED"}
 
 
-def test_long_mlflow_outage_loses_nothing(store, points, monkeypatch):
+def test_server_that_is_away_is_named_though_nothing_is_to_be_published(
+    store, written, monkeypatch
+):
+    todo = written(1)
+    assert go(todo)[0] == 0
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    runs.marker(todo[0].result).write_text("0" * 32)
+    code, said = go(todo)
+    assert code == 0
+    assert said.startswith(f"{run.UNREACHABLE}: http://127.0.0.1:9: connection refused")
+    assert said.count(run.UNREACHABLE) == 1
+
+
+def test_long_mlflow_outage_loses_nothing(store, written, monkeypatch):
     monkeypatch.setattr(run, "PATIENCE_S", 0.5)
-    Outage(monkeypatch, 1000)
-    todo = points(x=[1, 2])
+    outage = Outage(monkeypatch, 1000)
+    todo = written(1, 2)
     code, said = go(todo)
     assert code == 1
     assert "run the same command again" in said
     assert all(intact(store / "results" / p.run_key) for p in todo)
     assert statuses() == {}
-    monkeypatch.undo()
-    monkeypatch.setenv("SPECEXP_MLRUNS", str(store))
+    outage.times = 0
     code, said = go(todo)
     assert code == 0
     assert "0 of 2 points to run" in said
@@ -929,8 +977,8 @@ def refusing(monkeypatch, key, why, code):
     return publish
 
 
-def test_mlflow_refusal_is_reported_without_waiting(store, points, monkeypatch):
-    todo = points(x=[1, 2])
+def test_mlflow_refusal_is_reported_without_waiting(store, written, monkeypatch):
+    todo = written(1, 2)
     publish = refusing(monkeypatch, todo[0].run_key, "x is\nbeyond", INVALID_PARAMETER_VALUE)
     code, said = go(todo)
     assert code == 1
@@ -944,8 +992,8 @@ def test_mlflow_refusal_is_reported_without_waiting(store, points, monkeypatch):
     assert go(todo)[0] == 0
 
 
-def test_rebuild_reports_refusals_and_goes_on(store, copied_tables, points, monkeypatch):
-    todo = points(x=[1, 2])
+def test_rebuild_reports_refusals_and_goes_on(store, copied_tables, written, monkeypatch):
+    todo = written(1, 2)
     assert go(todo)[0] == 0
     refusing(monkeypatch, todo[0].run_key, "x is beyond", BAD_REQUEST)
     console = Console(record=True, width=300)
