@@ -133,7 +133,8 @@ def profile(
 
     rows, slots = opt.numbers("batches", batches), opt.numbers("contexts", contexts)
     options = opt.pairing_options(ctx.params | {"gamma": gamma_max})
-    parameters.insist(options | {"batches": rows}, [Prompt(1, "command line", ("a",))])
+    given = {"batches": rows, "contexts": slots}
+    parameters.insist(options | given, [Prompt(1, "command line", ("a",))])
     if out:
         opt.picture_beside(out)
 

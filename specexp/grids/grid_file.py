@@ -261,10 +261,6 @@ def _with_checked_values(
         near = nearest(str(name), parameters) if hints else None
         left_out.update((name, near or name))
 
-    def wrong_seeds(what: str, *where: str | int) -> None:
-        wrong(what, *where)
-        left_out.add("seed")
-
     def checked(name: str, value: Any, *where: str | int) -> Any:
         """The coerced value, or the value itself if it has a problem, which is reported."""
         problem = _name_problem(parameters, name, hints)
@@ -283,8 +279,19 @@ def _with_checked_values(
             refuse("must be a list of at least one value", name, "grid", name)
         else:
             axes[name] = [checked(name, v, "grid", name, i) for i, v in enumerate(values)]
-    if "seeds" in sections and _are_seeds(sections["seeds"], notebook, axes, wrong_seeds):
-        axes["seed"] = sections["seeds"]
+    if "seeds" in sections:
+        problem = ""
+        if "seed" not in parameters or parameters["seed"].kind is not int:
+            none = f"{notebook.path.name} has no parameter `seed: int`"
+            problem = f"seeds: {none}, so every seed would be the same point"
+        elif "seed" in axes:
+            problem = "seeds: `grid` has an axis seed already; remove one of them"
+        if problem:
+            wrong(problem, "seeds")
+            left_out.add("seed")
+        else:
+            each = enumerate(sections["seeds"])
+            axes["seed"] = [checked("seed", seed, "seeds", i) for i, seed in each]
     lines: dict[str, dict[Any, int]] = {}
     for name, values in axes.items():
         where, lines[name] = _axis(document, name), {}
@@ -316,25 +323,6 @@ def _with_checked_values(
         {i: sound(entry) for i, entry in include.items()},
         exclude, product, lines,
     )  # fmt: skip
-
-
-def _are_seeds(
-    seeds: list[Any], notebook: Notebook, axes: dict[str, list[Any]], wrong: Wrong
-) -> bool:
-    parameter = notebook.parameters.get("seed")
-    if parameter is None or parameter.kind is not int:
-        none = f"seeds: {notebook.path.name} has no parameter `seed: int`"
-        wrong(f"{none}, so every seed would be the same point", "seeds")
-    elif "seed" in axes:
-        wrong("seeds: `grid` has an axis seed already; remove one of them", "seeds")
-    else:
-        for i, seed in enumerate(seeds):
-            if type(seed) is not int or seed < 0:
-                wrong(f"seeds must be whole numbers of 0 or more, not {seed!r:.40}", "seeds", i)
-            elif problem := parameter.problem(seed):
-                wrong(f"seeds: {seed!r:.40} {problem}", "seeds", i)
-        return True
-    return False
 
 
 def _check_points(grid: Grid, wrong: Wrong) -> None:

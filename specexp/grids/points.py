@@ -18,7 +18,7 @@ from specexp.errors import UserError, first_line, meant
 from specexp.grids import grid_file, identity, paths, yaml_lines
 from specexp.grids.grid_file import MAX_POINTS, Grid, Report, canonical, listed
 from specexp.grids.identity import Identity
-from specexp.grids.notebooks import Parameter, shown
+from specexp.grids.notebooks import shown
 from specexp.measure import parameters
 from specexp.measure.parameters import Problem, mentioned
 from specexp.tracking import mlflow_view, results
@@ -200,11 +200,12 @@ def _filtered(grids: list[Grid], only: Sequence[str], report: Report) -> list[Gr
                 wrong(text, f"there is no parameter {name!r:.60}{_near(name, names)}")
         elif all(name in grid.base for grid in having):
             values = grid_file.distinct([value for grid in having for value in grid.values(name)])
-            choices = _choices(choice, having[0].notebook.parameters[name], values)
-            for value in choices:
-                if canonical(value) not in map(canonical, values):
-                    wrong(text, f"no point has {name} {shown(value)}{_near(value, values)}")
-            grids = [_restricted(grid, name, [*map(canonical, choices)]) for grid in having]
+            parts = _parts(choice, values)
+            for part in parts:
+                if not any(_means(part, value) for value in values):
+                    wrong(text, f"no point has {name} {shown(part)}{_near(part, values)}")
+            chosen = [canonical(v) for v in values if any(_means(part, v) for part in parts)]
+            grids = [_restricted(grid, name, chosen) for grid in having]
     left = (grid.size > MAX_POINTS or next(grid.combinations(), None) for grid in grids)
     sure = only and len(report.problems) == before and all(grid.whole for grid in grids)
     if sure and not any(left):
@@ -212,34 +213,34 @@ def _filtered(grids: list[Grid], only: Sequence[str], report: Report) -> list[Gr
     return grids if len(report.problems) == before else every
 
 
-def _near(value: Any, candidates: list[Any]) -> str:
-    return meant(str(value), map(str, candidates), f"; choose from {listed(candidates)}")
+def _near(text: str, candidates: list[Any]) -> str:
+    return meant(text, map(str, candidates), f"; choose from {listed(candidates)}")
 
 
-def _choices(text: str, parameter: Parameter, values: list[Any]) -> list[Any]:
-    """What a filter asks for: its whole text if a point has that, else what commas separate."""
-    if parameter.kind is list:
-        return [v for v in values if _bare(v) == _bare(text)] or [text]
-    parts = [text] if text in values else re.findall(r"\"[^\"]*\"|'[^']*'|[^,]+", text)
-    return [_as_value(part.strip(), parameter) for part in parts]
+def _parts(text: str, values: list[Any]) -> list[str]:
+    """What a filter asks for: its whole text if that is a value or lists are, else what commas
+    separate."""
+    if any(isinstance(value, list) or _means(text, value) for value in values):
+        return [text]
+    return [part.strip().strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^,]+", text)]
 
 
-def _bare(value: Any) -> str:
-    """A list, or the text of one, without its brackets, quotes and blanks."""
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value or "null")
+def _means(text: str, value: Any) -> bool:
+    """Whether a text stands for a value as YAML reads it, quotes and brackets left out or not."""
+    if isinstance(value, list):
+        return _bare(text) == _bare(",".join(map(str, value)))
+    if isinstance(value, str):
+        return text.strip("\"'") == value
+    with contextlib.suppress(UserError, ValueError):
+        read = yaml_lines.scalar(text)
+        read = float(read) if isinstance(value, float) and isinstance(read, str) else read
+        return bool(canonical(read) == canonical(value))
+    return False
+
+
+def _bare(text: str) -> str:
+    """The text of a list without its brackets, quotes and blanks."""
     return re.sub(r"[\s'\"]", "", text).strip("[]")
-
-
-def _as_value(text: str, parameter: Parameter) -> Any:
-    """A text as the value that YAML reads; the text itself if that does not fit the parameter."""
-    if parameter.kind is str and not (parameter.optional and text == "null"):
-        return text.strip("\"'")
-    try:
-        value = yaml_lines.scalar(text)
-        value = float(value) if parameter.kind is float and isinstance(value, str) else value
-    except (UserError, ValueError):
-        return text
-    return text if parameter.problem(value) else parameter.coerced(value)
 
 
 def _restricted(grid: Grid, name: str, choices: list[Any]) -> Grid:

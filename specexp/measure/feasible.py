@@ -169,11 +169,19 @@ def _check_models(
             pairings.append(pairing)
     context, in_words = facts["reach"], facts["context"]
     new = params.get("max_new_tokens", 0)
-    for gamma in values(params, "gamma", "gammas"):
+    gammas = values(params, "gamma", "gammas")
+    for gamma in gammas:
         if gamma >= context:
             findings.add(
                 f"gamma {gamma} exceeds the {in_words} of {target}", "gamma", "gammas", "target"
             )
+    for slots in values(params, "contexts"):  # of which `costs.measure` needs a few beside a draft
+        if slots > context:
+            what = f"context {slots} exceeds the {in_words} of {target}"
+            findings.add(what, "contexts", "target")
+        elif gammas and slots < (least := max(gammas) + 4):
+            what = f"context {slots} is too short for {max(gammas)} draft tokens: use {least} or"
+            findings.add(f"{what} more", "contexts", "gammas", "gamma")
     needs = []
     for prompt in texts:
         if params.get("chat") or prompt.chat:

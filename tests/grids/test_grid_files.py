@@ -373,7 +373,7 @@ BAD = {
     "seeds a number": (HEAD + "seeds: 3", 2, "seeds must be a list"),
     "seeds empty": (HEAD + "seeds: []", 2, "seeds must be a list"),
     "seeds null": (HEAD + "seeds:", 2, "seeds must be a list"),
-    "seeds negative": (HEAD + "seeds:\n- 0\n- -1", 4, "not -1"),
+    "seeds negative": (HEAD + "seeds:\n- 0\n- -1", 4, "seed is -1"),
     "seeds booleans": (HEAD + "seeds: [true]", 2, "not True"),
     "seeds texts": (HEAD + "seeds: [a]", 2, "not 'a'"),
     "seeds huge": (HEAD + f"seeds: [{BIG}]", 2, "too large"),
@@ -663,7 +663,7 @@ def test_what_a_mistake_hides_is_not_guessed_and_then_refused(load, wrong):
 
 
 @pytest.mark.parametrize(
-    "path", one_in(3, sorted(ACCEPTANCE.parent.glob("[1-6]*.ipynb"))), ids=lambda p: p.stem
+    "path", one_in(8, sorted(ACCEPTANCE.parent.glob("[1-6]*.ipynb"))), ids=lambda p: p.stem
 )
 def test_value_of_a_wrong_type_is_the_only_mistake_of_a_grid_that_is_right_otherwise(load, path):
     for name, parameter in notebooks.read(path).parameters.items():
@@ -1044,6 +1044,10 @@ def test_check_rejects_policy_deeper_than_its_drafter():
         ({"target": "target-10m", "drafter": "early_exit:+4"}, "give a whole number of 1 or more"),
         ({"target": "target-10m", "drafter": "Suffix"},
          "drafter 'Suffix' is unknown; did you mean 'suffix'?"),
+        ({"target": "target-10m", "contexts": [128, 2048], "gammas": [2]},
+         "context 2048 exceeds the 1024-token context of target-10m"),
+        ({"target": "target-10m", "contexts": [8, 128], "gammas": [2, 5]},
+         "context 8 is too short for 5 draft tokens: use 9 or more"),
         ({"target": "target-10m", "drafter": "target-10m-medusa"},
          "are medusa heads, not a model: name them as medusa:"),
         ({"target": "target-10m", "drafter": "target-10m-eagle3"},
@@ -1198,7 +1202,7 @@ def test_hostile_texts_reach_the_plan_unchanged(load):
     assert all(re.fullmatch("[0-9a-f]{16}", key) for key in keys)
 
 
-@settings(max_examples=100, **FUZZ)
+@settings(max_examples=40, **FUZZ)
 @given(text=st.text(max_size=60), name=st.text(max_size=12))
 @example(text="\ud800", name="x\n")
 def test_any_text_round_trips_or_is_refused(load, text, name):
@@ -1321,13 +1325,13 @@ def test_texts_to_mutate_are_valid_grids(load, text):
     assert len(load(text)) >= 2
 
 
-@settings(max_examples=300, **FUZZ)
+@settings(max_examples=200, **FUZZ)
 @given(text=mutated(SEEDS))
 def test_mutated_grid_loads_or_names_its_problem(load, text):
     holds(load, text)
 
 
-@settings(max_examples=30, **FUZZ)
+@settings(max_examples=12, **FUZZ)
 @given(text=mutated(SHIPPED))
 def test_mutated_shipped_grid_loads_or_names_its_problem(load, text):
     holds(load, text)
