@@ -138,8 +138,11 @@ def first_of_each_kind(events, every: int = 10**9) -> list[int]:
 # --- killed at any moment ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("odd", [0, *also(1)])
-def test_kill_at_each_commit_step_keeps_one_result(bench, odd):
+STEPS = 4  # parts of a test, of which one is quick
+
+
+@pytest.mark.parametrize("part", one_in(STEPS, range(STEPS)))
+def test_kill_at_each_commit_step_keeps_one_result(bench, part):
     b = bench(points=3, done=[1, 3])
     b.abandon()
     events = b.events()
@@ -148,7 +151,7 @@ def test_kill_at_each_commit_step_keeps_one_result(bench, odd):
     assert len(steps) > 10
     hit = Counter(events[n - 1][0] for n in steps + around)
     assert {"claim", "work", "check", "commit", "publish", "recover", "setup"} <= set(hit), hit
-    assert each(b, "kill", steps[odd::2] + around[odd::2]) == []
+    assert each(b, "kill", steps[part::STEPS] + around[part::STEPS]) == []
 
 
 PARTS = 8  # of a test that is too long for one sitting: every eighth event
@@ -195,21 +198,22 @@ def test_kill_during_resume_a_hundred_times(bench, seed):
     assert len(hit) > 3
 
 
-def test_half_created_database_is_created_anew(warm, disk):
+@pytest.mark.parametrize("at", [100, *also(-1)], ids=["in a migration", "before it is there"])
+def test_half_created_database_is_created_anew(warm, disk, at):
     store = disk / "store"
     store.mkdir()
     made = [e for e in warm.run("initialise", store).events if e[1] not in READING]
     assert len(made) > 300
     file = disk / "grid.yaml"
     file.write_text(yaml.safe_dump({"notebook": str(TRIVIAL), "grid": {"x": [1]}}))
-    for at in (100, len(made) - 1):  # in a migration; before it is in its place
-        shutil.rmtree(store)
-        store.mkdir()
-        assert warm.run("initialise", store, inject={"do": "kill", "at": at}).code == -9
-        end = warm.run("grid", store, grids=[str(file)])
-        assert end.code == 0, end.said
-        assert warm.problems(store, [file]) == []
-        assert not list(store.glob("mlflow.db.new*"))
+    shutil.rmtree(store)
+    store.mkdir()
+    strike = {"do": "kill", "at": at % len(made)}
+    assert warm.run("initialise", store, inject=strike).code == -9
+    end = warm.run("grid", store, grids=[str(file)])
+    assert end.code == 0, end.said
+    assert warm.problems(store, [file]) == []
+    assert not list(store.glob("mlflow.db.new*"))
 
 
 def test_killed_forced_run_loses_no_point(bench):
@@ -248,17 +252,17 @@ def test_harness_catches_a_naive_runner_once_killed(warm, disk, template):
     whole = warm.run("naive", store, grids=[str(file)])
     assert warm.problems(store, [file]) == []
     events = [e for e in whole.events if e[1] not in READING]
-    caught: Counter = Counter()
+    harms, caught = {"torn", "duplicated", "running"}, set()
     for at in range(1, len(events) // 2, 4):
+        if harms <= caught:
+            break
         fresh()
         assert (
             warm.run("naive", store, grids=[str(file)], inject={"do": "kill", "at": at}).code == -9
         )
         assert warm.run("naive", store, grids=[str(file)]).code == 0
-        caught.update({w.split()[0] for w in warm.problems(store, [file])})
-    assert caught["torn"] > 0, caught
-    assert caught["duplicated"] > 0, caught
-    assert caught["running"] > 0, caught
+        caught |= {w.split()[0] for w in warm.problems(store, [file])}
+    assert harms <= caught
 
 
 def test_harness_finds_planted_damage(bench):
@@ -296,7 +300,7 @@ def test_harness_finds_planted_damage(bench):
 # --- a disk that is full, failing, or not ours ---------------------------------------------------
 
 
-@pytest.mark.parametrize("do", one_in(2, ["ENOSPC", "EIO", "EMFILE", "EACCES"]))
+@pytest.mark.parametrize("do", one_in(4, ["ENOSPC", "EIO", "EMFILE", "EACCES"]))
 def test_disk_errors_are_one_line_and_lose_nothing(bench, do):
     b = bench(points=1)
     kinds = first_of_each_kind(b.events(do))
@@ -593,7 +597,7 @@ def go(points: list[grid.Point], **job) -> tuple[int, str]:
 
 
 def test_outage_is_waited_for_once_not_per_point(store, points, impatient, monkeypatch):
-    todo = points(x=[*range(1, 11)])
+    todo = points(x=[*range(1, 6)])
     outage = Outage(monkeypatch, 10**6)
     assert go(todo)[0] == 1
     assert outage.calls <= len(todo) + 1

@@ -10,7 +10,7 @@ import sys
 from itertools import product
 
 import pytest
-from conftest import one_in
+from conftest import also, one_in
 from support.stores import METRICS, first, go, half, problems, quiet, run_of, shown
 
 from specexp.grids.machines import local
@@ -66,7 +66,7 @@ DAMAGE = {
 HOSTILE = {"foreign": foreign, "folder": folder, "pipe": pipe}
 
 
-@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("how", one_in(2, DAMAGE))
 def test_damaged_database_is_reported_and_rebuilt(filled, written, how):
     todo = written(1, 13)
     assert go(todo)[0] == 1
@@ -129,7 +129,7 @@ def test_unopenable_database_is_not_reported_corrupt(filled, monkeypatch):
         track.backend().empty()
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("number", [errno.EACCES, *also(errno.EIO, errno.EMFILE)])
 def test_unreadable_result_is_published_later(store, written, monkeypatch, number):
     real, refused = results.load, []
 
@@ -192,7 +192,7 @@ TORN = {
 
 
 @pytest.mark.parametrize(
-    ("how", "name", "told"), one_in(3, product(TORN, ["tags.json", "point.json"], [True, False]))
+    ("how", "name", "told"), one_in(6, product(TORN, ["tags.json", "point.json"], [True, False]))
 )
 def test_torn_failure_is_skipped_and_run_again(store, written, how, name, told):
     todo = written(1, 13)
@@ -218,7 +218,7 @@ def test_torn_failure_is_skipped_and_run_again(store, written, how, name, told):
     assert "error: planted" in said
 
 
-@pytest.mark.parametrize("how", TORN)
+@pytest.mark.parametrize("how", one_in(4, TORN))
 def test_failure_is_kept_without_its_error_text(store, written, how):
     todo = written(13)
     assert go(todo)[0] == 1

@@ -138,6 +138,7 @@ def test_rebuild_that_was_killed_leaves_nothing_half_elsewhere(filled, monkeypat
 
 
 def test_rebuild_to_a_place_that_cannot_be_is_one_line(filled, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     for address, kind, line in (
         (f"sqlite:///{tmp_path}/no/x.db", UserError, "no does not exist: create it first"),
         ("http://127.0.0.1:9", StoreUnreachable, "connection refused"),

@@ -81,7 +81,7 @@ def locked(db: Path, seconds: float) -> threading.Thread:
     return waits
 
 
-@pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_locked_database_is_waited_for(store, written, monkeypatch, seconds):
     real, held = local.execute, []
 

@@ -8,7 +8,7 @@ from support.soak import Soak
 
 
 def test_repeatedly_killed_runner_loses_nothing(warm, disk):
-    soak = Soak(warm, disk, kills=5, points=3, seed=1)
+    soak = Soak(warm, disk, kills=3, points=2, seed=1)
     struck = list(soak.run())
     assert soak.found == {}
     assert soak.short() == []
