@@ -60,9 +60,7 @@ def execute(
     """
     try:
         _run(point, folder, worker, watch, environment or {})
-    except Failure as failure:
-        if not results.is_folder(folder):
-            raise Failure("invalid-result", REMOVED) from failure
+    except Failure:
         with contextlib.suppress(Exception):
             _tidy(folder)
         raise
