@@ -69,21 +69,19 @@ def _look() -> list[Invariant]:
     results, failed, attempts = (
         [path for path in paths if store.key_of(path) not in busy] for paths in folders.values()
     )
-    torn = [
-        f"results/{path.name} changed since it was committed: run its grid again"
-        for path in results
-        if not track.publishable(path)
-    ]
+    torn = {path for path in results if not track.publishable(path)}
+    changed = "changed since it was committed: run its grid again"
     left = [
         f"attempts/{path.name} was left by a process that died: run any grid"
         for path in attempts
         if path.exists()
     ]
     invariants = [
-        Invariant("results are intact", len(results), torn),
+        Invariant("results are intact", len(results),
+                  [f"results/{path.name} {changed}" for path in sorted(torn)]),
         Invariant("attempts belong to a running process", len(attempts), left),
         Invariant(READABLE, 1, unreadable),
-    ]
+    ]  # fmt: skip
     if shown is None:
         return invariants
     runs = {key: each for key, each in shown.items() if key not in busy}
@@ -94,7 +92,7 @@ def _look() -> list[Invariant]:
     return [
         *invariants,
         Invariant("results are in MLflow once and equal", len(results),
-                  [*_unequal_results(results, gone, runs), *without],
+                  [*_unequal_results(results, gone | torn, runs), *without],
                   replace(gaps, vanished=[], bare=[]).lines()),
         Invariant("failed points are in MLflow as failures", len(publishable),
                   [*_unequal_failures(publishable, failed, gone, results, runs)]),
@@ -131,18 +129,16 @@ def _shown() -> dict[str, list[Any]]:
 
 
 def _unequal_results(
-    results: Iterable[Path], gone: Set[Path], shown: Mapping[str, list[Any]]
+    results: Iterable[Path], ignored: Set[Path], shown: Mapping[str, list[Any]]
 ) -> Iterator[str]:
     for result in results:
-        if result in gone:
+        record = store.read(result / store.RESULT)
+        if result in ignored or not record:  # which somebody set aside meanwhile
             continue
-        by_rival = defaultdict(list)
-        for run in shown.get(result.name, []):
-            if run.info.status == "FINISHED":
-                by_rival[track.rival_of(run)].append(run)
-        parts = store.runs_in(store.read(result / store.RESULT))
-        for rival in {**parts, **by_rival}:
-            runs = by_rival[rival]
+        done = [run for run in shown.get(result.name, []) if run.info.status == "FINISHED"]
+        parts = store.runs_in(record)
+        for rival in {**parts, **dict.fromkeys(map(track.rival_of, done))}:
+            runs = [run for run in done if track.rival_of(run) == rival]
             if len(runs) != 1 or rival not in parts:
                 what = f"results/{result.name}{rival and f' with {rival}'}"
                 yield f"{what} is in MLflow {len(runs)} times, not once{_REBUILD}"
@@ -158,8 +154,6 @@ def _unequal_results(
 
 
 def _differences(run: Any, record: Mapping[str, Any]) -> Iterator[str]:
-    if not record:
-        return
     if not track.is_whole(run):
         yield "the run, which was only published in part,"
     if run.data.params != mlflow_view.as_params(record):

@@ -332,7 +332,7 @@ def ignoring_damage() -> Iterator[None]:
     OSError if that cannot be determined now (too many open files, no permission)."""
     try:
         yield
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
     except OSError as e:
         if e.errno not in DAMAGE:

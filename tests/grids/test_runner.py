@@ -476,10 +476,13 @@ def test_file_swapped_for_one_of_its_size_is_set_aside_and_the_point_rerun(store
     assert list((store / "replaced").glob(f"{todo[0].run_key}-*"))
 
 
-def test_result_damaged_while_its_grid_runs_is_left_out_and_rerun(store, written, monkeypatch):
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"rivals": 3}', '{"params": 3, "metrics": 4}'])
+def test_result_damaged_while_its_grid_runs_is_left_out_and_rerun(
+    store, written, monkeypatch, text
+):
     def vandal(point, attempt, *rest):
         for file in (store / "results").glob("*/result.json"):
-            file.write_text("{}")
+            file.write_text(text)
         execute(point, attempt, *rest)
 
     todo, execute = written(1, 2), local.execute
@@ -487,6 +490,8 @@ def test_result_damaged_while_its_grid_runs_is_left_out_and_rerun(store, written
         patch.setattr(local, "execute", vandal)
         code, said = go(todo)
     assert code == 0, said
+    [line] = problems()
+    assert "changed since it was committed" in line
     assert "1 of 2 points to run" in go(todo)[1]
     assert problems() == []
 
