@@ -29,6 +29,7 @@ from specexp.policy import Fixed, Policy
 from specexp.rules import Rule
 from specexp.sampling import Sampling
 from specexp.trace import Acceptance
+from specexp.tree import Tree
 from specexp.zoo.naming import full_name
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class Pairing:
     def decode(self, tokens: Sequence[int]) -> str:
         return text_of(self.tokenizer, tokens)
 
-    def generate(self, texts: str | Sequence[str], max_new_tokens: int) -> Output:
+    def generate(self, texts: str | Sequence[str], max_new_tokens: int = 64) -> Output:
         """Continue texts, all in one batch.
 
         Args:
@@ -174,6 +175,7 @@ class Pairing:
                     f"with_ keeps the target and cannot change {name}{hint} (it can change "
                     f"{', '.join(changeable)}; anything else: specexp.load)"
                 )
+        changes = {name: _path_as_name(value) for name, value in changes.items()}
         _check_types(load, **changes)
         from_model = changes.get("sampling") == "model"
         options = self.options | (asdict(Sampling()) if from_model else {}) | changes
@@ -203,7 +205,7 @@ def load(
     tokenizer: Any = None,
     rule: Any = "auto",
     policy: Any = None,
-    tree: str = "chain",
+    tree: str | Tree = "chain",
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -239,7 +241,7 @@ def load(
             such as `threshold:5,8` (specexp/serving/policies.py). None: `tree` every round.
         tree: The draft's shape: `chain`; `3x2x1`, the children of a node at each depth; or
             `grown:16`, 16 draft tokens where the drafter is most confident (Li et al. 2024,
-            EAGLE-2).
+            EAGLE-2); or a `Tree`, whose depth is then the draft length.
         temperature: Of target and drafter; 0 is greedy.
         top_k: Sample from the k likeliest tokens; 0: from all.
         top_p: Sample from the likeliest tokens of this total probability.
@@ -259,6 +261,7 @@ def load(
         UserError: Bad input; its one line says what is wrong and what to do.
     """
     memory.check_device(device := str(device))
+    target, drafter = _path_as_name(target), _path_as_name(drafter)
     if isinstance(target, str):
         tokenizer = tokenizer or names.read_target(target).tokenizer
         dtype = "float32" if dtype is None else dtype
@@ -311,6 +314,10 @@ def resolve_device(device: str) -> str:
 
 
 DEFAULTS = {name: p.default for name, p in inspect.signature(load).parameters.items()}
+
+
+def _path_as_name(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
 def _check_types(call: Callable[..., Any], **options: Any) -> None:
@@ -381,4 +388,5 @@ def _parts(o: dict[str, Any], info: TargetInfo) -> Parts:
     rule = None if auto else rules.of(o["rule"])
     temperature = request.sampling.temperature
     fitting.fit(request.method, prepared, request.tree, request.vocab, rule, temperature)
+    gamma = request.tree.depth if isinstance(o["tree"], Tree) else gamma
     return Parts(gamma, request, prepared, rule)

@@ -89,7 +89,7 @@ def fit(
         )
 
 
-def usual_gamma(limits: Limits, shape: str) -> int:
+def usual_gamma(limits: Limits, shape: str | Tree) -> int:
     """The default draft length: 5, or the longest that the drafter can make and that a tree of this
     shape can hold."""
     tree = Tree.parse(shape, 1)

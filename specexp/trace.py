@@ -55,7 +55,7 @@ class Round(NamedTuple):
     steps: tuple[Step, ...]
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace:
     """What happened to one batch, from prefill to the last round.
 
@@ -71,6 +71,10 @@ class Trace:
     batch: int
     prefill_s: float = 0.0
     rounds: list[Round] = field(default_factory=list)
+
+    def __repr__(self) -> str:  # not every step: a notebook shows it
+        rows, rounds = counted(self.batch, "row"), counted(len(self.rounds), "round")
+        return f"Trace({rows}, {rounds}, {self.end_s:.3g} s: {self.acceptance})"
 
     def steps(self, row: int | None = None) -> list[Step]:
         return [s for r in self.rounds for s in r.steps if row is None or s.row == row]

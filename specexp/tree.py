@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from specexp.errors import UserError, check_type
+from specexp.errors import UserError, check_type, counted
 
 if TYPE_CHECKING:
     import torch
@@ -108,9 +108,12 @@ class Tree:
         return cls(tuple(parents), width=math.isqrt(size - 1) + 1)
 
     @classmethod
-    def parse(cls, shape: str, gamma: int) -> Tree:
+    def parse(cls, shape: str | Tree, gamma: int) -> Tree:
         """`chain` (gamma tokens), `3x2x1` (children per node at each depth) or `grown:16` (16
-        tokens, at most gamma deep). Raises UserError for anything else."""
+        tokens, at most gamma deep); a tree is itself. Raises UserError for anything else."""
+        if isinstance(shape, Tree):
+            return shape
+        check_type("tree", shape, "str")
         if shape == "chain":
             return cls.chain(gamma)
         if grown := re.fullmatch(r"grown:([1-9]\d{0,9})", shape):
@@ -136,6 +139,9 @@ class Tree:
 
     def __len__(self) -> int:
         return len(self.parents)
+
+    def __str__(self) -> str:
+        return f"{counted(len(self) - 1, 'draft token')}, {self.depth} deep"
 
     @cached_property
     def depths(self) -> tuple[int, ...]:

@@ -36,11 +36,11 @@ def of_output(output: Output) -> str:
 def of_pairing(pairing: Pairing) -> str:
     """What was paired, and how it drafts, samples and decides."""
     engine, target, options = pairing.engine, pairing.target, pairing.options
-    models, policy = [target, *engine.drafter.models], options["policy"]
+    models, policy, tree = [target, *engine.drafter.models], options["policy"], options["tree"]
     card = {
         "target": target.name,
         "drafter": pairing.drafter,
-        "draft": f"{options['tree']}, gamma {pairing.gamma}",
+        "draft": f"{tree}, gamma {pairing.gamma}" if isinstance(tree, str) else str(tree),
         "policy": policy if isinstance(policy, str | None) else type(policy).__name__,
         "rule": engine.rule.name,
         "sampling": str(engine.sampling),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -194,6 +195,30 @@ def test_draft_length_that_was_not_given_is_the_usual_one_of_each_drafter(load):
     assert load(short, gamma=None).with_(drafter="ngram").gamma == 5
     assert load("ngram", gamma=None, tree="grown:4").gamma == 4
     assert load("ngram", gamma=4).with_(drafter=Echo()).gamma == 4
+
+
+def test_a_tree_is_taken_as_its_name_is(load):
+    pair, tree = load(Echo()), specexp.Tree.branching(2, 2)
+    own, named = pair.with_(tree=tree), pair.with_(tree="2x2")
+    assert own.engine.policy == named.engine.policy
+    assert own.generate(TEXTS, 12).tokens == named.generate(TEXTS, 12).tokens
+    assert (own.gamma, load(Echo(), None, tree=specexp.Tree.grown(6, 4)).gamma) == (2, 4)
+    assert "<td>6 draft tokens, 2 deep</td>" in own._repr_html_()
+    with pytest.raises(UserError, match="and a policy are given"):
+        own.with_(policy="always:2")
+
+
+def test_a_path_is_taken_as_a_name():
+    tiny = Path(__file__).parents[2] / "data/zoo/random-tiny"
+    pair = specexp.load(tiny, tiny, 2)
+    assert (pair.target.name, pair.drafter) == ("random-tiny", "random-tiny")
+    assert pair.with_(drafter="ngram").with_(drafter=tiny).drafter == pair.drafter
+
+
+def test_64_tokens_are_generated_where_no_number_is_given(load):
+    engine = specexp.Engine.of(load("ngram").engine, eos=())
+    pair = replace(load("ngram"), engine=engine)
+    assert len(pair.generate("def mean").tokens[0]) == 64
 
 
 def test_argument_of_a_class_reaches_it(load):

@@ -96,6 +96,7 @@ def test_times_add_up_to_prefill_and_decoding():
     assert trace.emitted == 8
     assert trace.tpot_s == pytest.approx((2 * 0.2 + 0.2) / 8), "row 1 was done after a round"
     assert torch.isnan(torch.tensor(Trace(1).tpot_s))
+    assert repr(trace) == f"Trace(2 rows, 2 rounds, 0.5 s: {trace.acceptance})"
 
 
 @pytest.mark.parametrize(
