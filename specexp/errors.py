@@ -151,9 +151,11 @@ def meant_beside(path: Path, otherwise: str = "", folder: Path = Path()) -> str:
     with suppress(OSError, ValueError, RuntimeError):
         if (whole := path.expanduser()) != path and whole.exists():
             return f"; did you mean {str(whole)!r}?"
-        names = [other.name for other in islice((folder / path).parent.iterdir(), 1000)]
-        if near := nearest(path.name, names):
-            return f"; did you mean {str(path.with_name(near))!r}?"
+        others: Iterable[Path] = islice((folder / path).parent.iterdir(), 1000)
+        others = sorted(others, key=lambda other: other.suffix == path.suffix)
+        names = {other.stem: other.name for other in others}  # an equal ending is no likeness
+        if near := nearest(path.stem, names):
+            return f"; did you mean {str(path.with_name(names[near]))!r}?"
     return otherwise
 
 

@@ -18,8 +18,9 @@ app = typer.Typer(
     cls=Group,
     help="""Experiments with speculative decoding: does it pay for your models, prompts and load?
 
-    Examples: `specexp generate --prompt "def mean(values):"`,
-    `specexp grid run notebooks/grids/acceptance.yaml`
+    Example: `specexp generate --prompt "def mean(values):"`
+
+    Example: `specexp grid run notebooks/grids/acceptance.yaml`
     """,
     no_args_is_help=True,
     add_completion=False,

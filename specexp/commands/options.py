@@ -73,7 +73,8 @@ class Group(_Page, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (name := args[0]) in self.commands:
             return super().resolve_command(ctx, args)
-        near = f": {WAYS[name]}" if name in WAYS else meant(name, self.commands)
+        every = f" (there are {', '.join(self.commands)})"
+        near = f": {WAYS[name]}" if name in WAYS else meant(name, self.commands, every)
         raise UserError(f"{ctx.command_path} has no command {name!r}{near}")
 
 

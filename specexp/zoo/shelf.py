@@ -133,7 +133,8 @@ def find(name: str) -> Path:
     if shipped() is None:
         raise UserError(f"no zoo model {name!r} here: {GET}")
     raise UserError(
-        f"no zoo model is called {name!r}{meant(name, paths)} (there are {', '.join(paths)})"
+        f"no zoo model is called {name!r}{meant(name, paths)} (there are {', '.join(paths)}; "
+        "a hub id is OWNER/NAME)"
     )
 
 

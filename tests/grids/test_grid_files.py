@@ -695,6 +695,8 @@ def test_a_grid_file_that_is_not_there_is_looked_for_among_those_that_ship(tmp_p
     meant = re.escape("; did you mean 'notebooks/grids/acceptance.yaml'?")
     with pytest.raises(UserError, match=meant):
         grid.load([Path("10_acceptance.yaml")])
+    with pytest.raises(UserError, match=r"No such file or directory$"):  # no name is like it
+        grid.load([Path("nowhere.yaml")])
 
 
 # --- notebooks -----------------------------------------------------------------------------------
