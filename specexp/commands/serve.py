@@ -69,19 +69,19 @@ def serve(
         opt.complain("warning", line)
     runs = serving.open_loop(pairing, names, costs, offered, rows, chunk, queue)
     figures = serving.by_policy(runs, ttft_ms, tpot_ms)
+    about = f"{pairing}, {counted(len(offered.requests), 'request')}, {load}"
     notes = serving.notes(runs)
     if as_json:
         policies = json.loads(figures.to_json(orient="records"))
         opt.print_json({"policies": policies, "notes": notes})
     else:
-        requests = counted(len(offered.requests), "request")
-        _show_served(figures, f"{requests}, {load}, {pairing.target.name}, {drafter}")
+        _show_served(figures, about)
         limits = f"limits: TTFT {ttft_ms:g} ms, TPOT {tpot_ms:g} ms"
         opt.say(f"{limits}; - where requests are too few", *notes)
     if out and picture:
         serving.step_table(runs).to_csv(out, index=False)
         tables = {name: serving.timeline(run.steps) for name, run in runs.items()}
-        under_load.timelines(tables).savefig(picture, dpi=110)
+        under_load.timelines(tables, about).savefig(picture, dpi=110)
 
 
 def _show_served(figures: Any, title: str) -> None:

@@ -54,7 +54,9 @@ def by_hand(table: pd.DataFrame) -> Figure:
 
 
 def _short(p: float) -> str:
-    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}" if p else "below 1e-300"
+    if not p:
+        return "below 1e-300"
+    return f"{p:.2f}" if p >= 0.1 else f"{p:.2g}" if p >= 0.001 else f"{p:.0e}"
 
 
 def _label(text: str) -> str:
@@ -126,7 +128,7 @@ def price(passes: pd.DataFrame, costs: pd.DataFrame) -> Figure:
         _curve(left, passes, "one pass")
         left.plot(passes["tokens"], passes["tokens"], ":", color=style.PLAIN,
                   label="as many passes of one token")  # fmt: skip
-        right.plot(drafts["gamma"], drafting, "o-", color=style.PREDICTED)
+        right.plot(drafts["gamma"], drafting, "o-", color=style.SPECULATIVE)
         right.set(ylabel="time to draft, in plain steps", ylim=(0, None))
         style.gamma_axis(right, drafts["gamma"])
         each = drafting.sum() / drafts["gamma"].sum()
@@ -215,7 +217,7 @@ def pays(
         most = max(alphas)
         pay = [str(b) for b in batches if max(values[most, b]) > 1]
         best = max(max(values[most, b]) for b in batches)
-        where = f"at batch {', '.join(pay)}, {best:.2f}x at most" if pay else "at none of these"
+        where = f"at batch {', '.join(pay)}: {best:.2f}x at most" if pay else "at none of these"
         about = f"{costs.about['target']} with {costs.about['drafter']}, {costs.about['device']}"
         style.title(figure, f"With acceptance probability {most:g} a draft pays {where}", about)
     return figure

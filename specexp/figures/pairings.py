@@ -167,7 +167,7 @@ def over_temperature(samples: pd.DataFrame) -> Figure:
             style.points(axes, table[table["rule"] == rule], "temperature", "gain", **look)
             axes.set_title(f"{rule}: {summaries.length(hot[hot['rule'] == rule]).value:.2f}")
             style.axis_of(axes, "temperature", each.groups)
-        style.label_left(every, "acceptance length,\nreject = 0")
+        style.label_left(every, "acceptance length\nminus that of reject")
         last = table[(table["temperature"] == hottest) & ~table["rule"].str.contains("lossy")]
         more = [f"{r['rule']} accepts {abs(r['gain']):.2f} tokens per pass "
                 f"{'more' if r['gain'] > 0 else 'less'} than reject"

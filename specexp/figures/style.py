@@ -203,7 +203,7 @@ def top(speedups: pd.Series, high: pd.Series) -> float:
 
 
 def per_cent(axes: Axes, which: str = "y") -> None:
-    getattr(axes, f"{which}axis").set_major_formatter(ticker.PercentFormatter(1))
+    getattr(axes, f"{which}axis").set_major_formatter(lambda x, _: f"{100 * x:.6g}%")
 
 
 def ends(table: pd.DataFrame, column: str = "speedup") -> np.ndarray:

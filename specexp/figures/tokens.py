@@ -40,7 +40,7 @@ LOOKS = {
     "bonus": Look("bold cyan", "+{}+",
                   "background: {}50; font-weight: bold; text-decoration: underline",
                   "target's token after an accepted draft"),
-    "plain": Look("default", "{}", "", "nothing drafted"),
+    "plain": Look("default", "{}", "", "unmarked: nothing drafted"),
     "rejected": Look("dim strike red", "~{}~", "background: {}33; text-decoration: line-through",
                      "draft token rejected"),
 }  # fmt: skip

@@ -83,8 +83,9 @@ def _verdict(rates: pd.DataFrame, regrets: pd.DataFrame) -> str:
     return "; ".join(parts)
 
 
-def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
-    """The load and the drafts over time, a line a policy; tables from `under_load.timeline`."""
+def timelines(tables: dict[str, pd.DataFrame], about: str | None = None) -> Figure:
+    """The load and the drafts over time, a line a policy; tables from `under_load.timeline`; about:
+    of `style.title`."""
     rows = {"live": "streams being decoded", "waiting": "requests waiting",
             "speculated": "rows speculated", "kept": "draft tokens accepted"}  # fmt: skip
     looks = lines(tables)
@@ -106,7 +107,7 @@ def timelines(tables: dict[str, pd.DataFrame]) -> Figure:
         done = dict.fromkeys([names[0], names[-1]])
         each = [f"{lasts[name]:.3g} s under {name}" for name in done]
         style.title(figure, f"The same arrivals: all answered after {', '.join(each)}",
-                    no_intervals="each policy served them once")  # fmt: skip
+                    about, no_intervals="each policy served them once")  # fmt: skip
     return figure
 
 

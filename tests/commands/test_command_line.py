@@ -138,6 +138,7 @@ def test_the_first_page_groups_commands_and_shows_the_way_in(run, monkeypatch):
         (("help",), "specexp has no command 'help': specexp -h"),
         (("generat",), "specexp has no command 'generat'; did you mean 'generate'?"),
         (("zoo", "trian"), "specexp zoo has no command 'trian'; did you mean 'train'?"),
+        (("grid", "list"), "specexp grid has no command 'list' (there are validate, run, status)"),
         (("generate", "--temperature", "warm"), "--temperature 'warm' is not a number"),
         (("generate", "--gamma=two"), "--gamma 'two' is not a whole number"),
         (("generate", "--promt", "a"), "No such option: --promt"),
@@ -736,7 +737,8 @@ def test_serve_shows_a_table_and_why_requests_were_refused_in_json_too(
     assert code == 0, err
     assert "warning: 3 other programs run\n" in err
     limits = "limits: TTFT 1000 ms, TPOT 50 ms; - where requests are too few"
-    for said in ("TTFT p95, ms", "rows speculated", "6 requests", limits, "the queue is full: 1"):
+    about = "with ngram, greedy, 6 requests, poisson:100000"
+    for said in (about, "TTFT p95, ms", "rows speculated", limits, "the queue is full: 1"):
         assert said in out
     notes = json.loads(run(*crowded, "--json")[1])["notes"]
     assert notes

@@ -126,7 +126,7 @@ def test_pays_says_where_and_sliders_draw_the_same(monkeypatch):
     figure = figures.lesson.pays(costs, [1, 64], [0.5, 0.9])
     best = max(costs.speedup(1, g, [0.9] * g, 128) for g in costs.gammas[1:])
     words = figure.get_suptitle().replace("\n", " ")
-    assert f"With acceptance probability 0.9 a draft pays at batch 1, {best:.2f}x at most" in words
+    assert f"With acceptance probability 0.9 a draft pays at batch 1: {best:.2f}x at most" in words
     none = figures.lesson.pays(costs, [64], [0.1]).get_suptitle().replace("\n", " ")
     assert "pays at none of these target-10m with sibling-3m" in none
     drawn = []
@@ -140,3 +140,8 @@ def test_pays_says_where_and_sliders_draw_the_same(monkeypatch):
 @pytest.mark.parametrize("name", figures.__all__)
 def test_every_figure_module_is_reached_by_name(name):
     assert getattr(figures, name).__name__ == f"specexp.figures.{name}"
+
+
+def test_probabilities_are_short_enough_for_a_cell():
+    texts = [figures.lesson._short(p) for p in (1.0, 0.094, 0.0047, 0.00079, 2.3e-140, 0.0)]
+    assert texts == ["1.00", "0.094", "0.0047", "8e-04", "2e-140", "below 1e-300"]

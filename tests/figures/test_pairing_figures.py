@@ -296,6 +296,7 @@ def test_percentages_on_an_axis_are_those_of_its_ticks(bias):
     figure.canvas.draw()
     [_, axes] = figure.axes
     shown = [label.get_text().replace("−", "-") for label in axes.get_xticklabels()]
+    assert not any(label.endswith(".0%") for label in shown)
     assert [float(label.rstrip("%")) for label in shown] == pytest.approx(100 * axes.get_xticks())
 
 
