@@ -104,6 +104,10 @@ class Engine:
         names += ["limits"] * ("drafter" not in changes)
         return cls(**{name: getattr(other, name) for name in names} | changes)
 
+    def __repr__(self) -> str:
+        parts = self.target.name, self.drafter.name, self.rule.name, self.sampling
+        return f"Engine({', '.join(map(str, parts))})"
+
     # the round
 
     @torch.inference_mode()

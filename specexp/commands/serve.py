@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -75,19 +74,13 @@ def serve(
         policies = json.loads(figures.to_json(orient="records"))
         opt.print_json({"policies": policies, "notes": notes})
     else:
-        _show_served(figures, about)
+        table = terminal.table(about, "", *figures["policy"])
+        for key, label in under_load.SHOWN.items():
+            table.add_row(label, *(under_load.as_text(key, value) for value in figures[key]))
+        opt.console.print(table)
         limits = f"limits: TTFT {ttft_ms:g} ms, TPOT {tpot_ms:g} ms"
         opt.say(f"{limits}; - where requests are too few", *notes)
     if out and picture:
         serving.step_table(runs).to_csv(out, index=False)
         tables = {name: serving.timeline(run.steps) for name, run in runs.items()}
         under_load.timelines(tables, about).savefig(picture, dpi=110)
-
-
-def _show_served(figures: Any, title: str) -> None:
-    from specexp.figures.under_load import SHOWN, as_text
-
-    table = terminal.table(title, "", *figures["policy"])
-    for key, label in SHOWN.items():
-        table.add_row(label, *(as_text(key, value) for value in figures[key]))
-    opt.console.print(table)

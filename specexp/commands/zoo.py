@@ -72,14 +72,16 @@ def train(
     ),
     draft: bool = opt.own("Train a draft model from --target's layers instead.", False),
     target: str | None = opt.own(
-        "Target of --heads or --draft: zoo name, folder, hub id [target-10m]."
+        "Target of --heads or --draft: zoo name, folder or hub id; default: target-10m."
     ),
     text: Path | None = opt.own(
         "With --heads: a text file to train on; with --draft: a file of prompts that the "
-        "target answers [the zoo's own text]."
+        "target answers; default: the zoo's own text."
     ),
-    layers: int | None = opt.own("With --draft: layers to keep [an eighth of the target's]."),
-    minutes: float | None = opt.own("With --draft: minutes for writing answers and training [20]."),
+    layers: int | None = opt.own("With --draft: layers to keep; default: an eighth."),
+    minutes: float | None = opt.own(
+        "With --draft: minutes for answering and training; default: 20."
+    ),
     device: str = opt.DEVICE,
     quick: bool = opt.own("Train only a few steps, to test the setup.", False),
 ) -> None:

@@ -202,6 +202,7 @@ def test_a_tree_is_taken_as_its_name_is(load):
     own, named = pair.with_(tree=tree), pair.with_(tree="2x2")
     assert own.engine.policy == named.engine.policy
     assert own.generate(TEXTS, 12).tokens == named.generate(TEXTS, 12).tokens
+    assert repr(own.engine) == "Engine(LlamaForCausalLM, echo, match, greedy)"
     assert (own.gamma, load(Echo(), None, tree=specexp.Tree.grown(6, 4)).gamma) == (2, 4)
     assert "<td>6 draft tokens, 2 deep</td>" in own._repr_html_()
     with pytest.raises(UserError, match="and a policy are given"):
