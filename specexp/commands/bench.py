@@ -168,13 +168,14 @@ def _show_costs(costs: Costs, context: int) -> None:
     from specexp.figures.break_even import doubt, floor_ends, in_words
 
     table = terminal.table(
-        f"ms of a pass over n tokens a row, and of drafting γ tokens; {context} slots",
-        "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas),
+        f"{costs.about['target']} with {costs.about['drafter']}: ms of a pass over n tokens a row, "
+        f"and of drafting γ tokens; {context} slots",
+        "batch", *(f"n={n}" for n in costs.tokens), *(f"γ={g}" for g in costs.gammas[1:]),
     )  # fmt: skip
     for batch in costs.batches:
         times = [costs.verify_s(batch, n, context) * 1e3 for n in costs.tokens]
-        times += [costs.draft_s(batch, g, context) * 1e3 for g in costs.gammas]
-        table.add_row(str(batch), *(f"{t:.1f}" if t >= 1 or t == 0 else f"{t:.2g}" for t in times))
+        times += [costs.draft_s(batch, g, context) * 1e3 for g in costs.gammas[1:]]
+        table.add_row(str(batch), *(f"{t:.1f}" if t >= 1 else f"{t:.2g}" for t in times))
     fit = costs.fit()
     opt.console.print(table)
     opt.say(f"a pass takes {in_words(fit, context)}{doubt(costs)}; {floor_ends(costs, context)}")

@@ -356,11 +356,11 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
     with style.canvas() as (figure, axes):
         lines = 1 if served is None else 2
         static = style.shifted(by_batch, "batch", 0, lines)
-        speedup_panel(axes, static, "batch", label="static batch")
+        speedup_panel(axes, static, "batch", label="static batch, interval over prompts")
         if served is not None:
             loops = style.shifted(served, "load", 1, lines)
-            speedup_panel(axes, loops, "load", label="continuous batching", color=style.PREDICTED,
-                          marker="s", ls="--")  # fmt: skip
+            speedup_panel(axes, loops, "load", label="continuous batching, interval over turns",
+                          color=style.PREDICTED, marker="s", ls="--")  # fmt: skip
         style.batch_axis(axes, by_batch["batch"])
         every = pd.concat([by_batch, served])
         style.title(figure, crossing(by_batch) + summaries.doubt_of_speedups(every))

@@ -79,7 +79,9 @@ def rate_and_speedup(runs: pd.DataFrame) -> Figure:
         style.per_cent(axes, "x")
         axes.set_ylim(0.9 * min(1, speeds["low"].min()), 1.1 * max(1, speeds["high"].max()))
         style.log_axis(axes)
-        claim = _winner(have[sound], rates[sound], speeds[sound]) if sound.any() else ""
+        claim = "Speedup over acceptance rate"
+        if sound.any():
+            claim = _winner(have[sound], rates[sound], speeds[sound])
         style.title(figure, "; ".join(filter(None, [claim, _left_out((~sound).sum())])))
     return figure
 
@@ -151,7 +153,9 @@ def over_batch(curves: pd.DataFrame) -> Figure:
         sound = curves[curves["credible"]].sort_values("value")
         largest = sound[sound["step"] == sound["step"].max()].to_dict("records")
         each = dict.fromkeys(map(style.times, [*largest[:1], *largest[-1:]]))
-        claim = f"Speedup at batch {largest[0]['step']}: {' to '.join(each)}" if each else ""
+        claim = "Speedup over batch size"
+        if each:
+            claim = f"Speedup at batch {largest[0]['step']}: {' to '.join(each)}"
         doubtful = curves.loc[~curves["credible"], "run_id"].nunique()
         style.title(figure, "; ".join(filter(None, [claim, _left_out(doubtful)])))
     return figure
@@ -161,7 +165,9 @@ def plans(speedups: pd.DataFrame, about: str | None = None) -> Figure:
     """Speedup of each drafter at each batch size with its best draft, from `Advice.speedups`;
     framed where its plan drafts. Blank: not measured. about: of `style.title`."""
     if speedups.empty:
-        return style.nothing("No speedup can be trusted: run 20_latency or 40_drafters")
+        return style.nothing(
+            "No speedup can be trusted: run 20_latency or 40_drafters, and nothing else meanwhile"
+        )
     table = speedups[speedups["best"]]
     names = table["drafter"].unique()
     table = table.assign(drafter=[brief(name, names) for name in table["drafter"]])

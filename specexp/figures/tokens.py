@@ -18,9 +18,7 @@ COLOURS = {
     "accepted": "#009e60", "corrected": "#e69f00", "bonus": "#2f8fd8", "plain": "#8c8c8c",
     "rejected": "#d55e00", "discarded": "#c8c8c8",
 }  # fmt: skip
-HATCHED = {
-    "rejected": "//", "corrected": "..", "bonus": "\\\\", "plain": "--",
-}  # fmt: skip  # to be read in grey
+HATCHED = {"rejected": "//", "corrected": "..", "bonus": "\\\\", "plain": "--"}  # for grey
 
 
 class Look(NamedTuple):

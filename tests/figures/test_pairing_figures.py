@@ -112,6 +112,8 @@ def test_intervals_of_two_lines_do_not_hide_each_other():
     by_batch = sweep((2, 1.9, 2.1), (1.2, 1.1, 1.3)).assign(doubt="")
     served = by_batch.rename(columns={"batch": "load"})
     static, loops = figures.pairings.over_batch(by_batch, served).axes[0].containers
+    assert static.get_label() == "static batch, interval over prompts"
+    assert loops.get_label() == "continuous batching, interval over turns"
     assert not {*static.lines[0].get_xdata()} & {*loops.lines[0].get_xdata()}
 
 
