@@ -105,10 +105,9 @@ def option(name: str, more: str = "", value: Any = ...) -> Any:
     return typer.Option(value, help=help_of(name, more), rich_help_panel=panel)
 
 
-def own(help: str, value: Any = None, *flags: str) -> Any:
-    """An option of one command, with its default value (...: it must be given). flags: by default
-    the name of the command's own parameter."""
-    return typer.Option(value, *flags, help=help)
+def own(help: str, value: Any = None) -> Any:
+    """An option of one command, with its default value (...: it must be given)."""
+    return typer.Option(value, help=help)
 
 
 TARGET = option("target", "NAME+int8 has 8-bit weights.")
@@ -121,7 +120,7 @@ MAX_NEW_TOKENS = option("max_new_tokens")
 DTYPE = option("dtype", "float64 works too, without fast kernels.")
 DEVICE = option("device")
 SEED = option("seed")
-AS_JSON = own("Print JSON instead of text.", False, "--json")
+AS_JSON = typer.Option(False, "--json", help="Print JSON instead of text.")
 PAIRING = ("target", "drafter", "gamma", "tree", "temperature", "top_k", "top_p", "min_p",
            "sampling", "rule", "dtype", "device", "seed")  # fmt: skip
 

@@ -86,7 +86,7 @@ def _equal(output: dict[str, Any] | None) -> str:
         return "-"
     kinds = (("ties", "ties"), ("others", "unexplained"))
     counts = [f"{name}: {output[kind]}" for kind, name in kinds if output[kind]]
-    return ", ".join([f"{output['share'] * 100:.1f} %", *counts])
+    return ", ".join([f"{output['share']:.1%}", *counts])
 
 
 def _roofline(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
@@ -110,7 +110,7 @@ def _roofline(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         "compiled kernels beat torch's"
     ]
     if any(row["of_copy"]["value"] > 1 for row in rows):
-        notes.append("above 100 %: weights that stay in a cache are read faster than memory")
+        notes.append("above 100%: weights that stay in a cache are read faster than memory")
     return [memory, products], notes
 
 

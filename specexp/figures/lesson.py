@@ -205,12 +205,12 @@ def pays(
         for a in alphas
         for b in batches
     }
-    looks = list(style.marks(["lowest α", "middle α", "highest α"]).values())
     with style.panels(len(batches), 5.25, 3.4, sharey=True) as (figure, every):
         for axes, batch in zip(every, batches, strict=True):
             axes.axhline(1, color=style.PLAIN, lw=1.5)
-            for alpha, look in zip(alphas, looks, strict=False):
-                axes.plot(gammas, values[alpha, batch], label=f"α = {alpha:g}", **look)
+            for alpha, colour, symbol in zip(alphas, style.COLOURS, style.SYMBOLS, strict=False):
+                axes.plot(gammas, values[alpha, batch], label=f"α = {alpha:g}", color=colour,
+                          marker=symbol)  # fmt: skip
             axes.set(ylim=(0, 2.5), title=f"batch {batch}")
             style.gamma_axis(axes, gammas)
         style.label_left(every, "predicted speedup")

@@ -157,7 +157,7 @@ def simulated(compared: pd.DataFrame) -> Figure:
             high = 1.2 * part[["real", "simulated"]].max().max()
             axes.plot([low, high], [low, high], color=style.PLAIN, lw=1)
             axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high],
-                              color=style.PLAIN, alpha=0.2, label="within 10 %")  # fmt: skip
+                              color=style.PLAIN, alpha=0.2, label="within 10%")  # fmt: skip
             axes.set(xlabel=f"real {kind}", ylabel=f"SIMULATED {kind}")
         off = (compared["simulated"] / compared["real"] - 1).abs()
         worst = compared.loc[off.idxmax()]

@@ -20,7 +20,7 @@ def test_peers_table_shows_missing_and_differing():
         console.quiet = False
         console.print(*shown)
     assert "2.00x [1.50, 2.50]" in printed.get()
-    assert "90.0 %, ties: 1, unexplained: 2" in printed.get()
+    assert "90.0%, ties: 1, unexplained: 2" in printed.get()
     assert notes[0] == "draft model: because"
     assert notes[-1] == "intervals: timing noise alone, over repeats of the same 5 prompts"
 
