@@ -177,6 +177,8 @@ class Pairing:
                 )
         changes = {name: _path_as_name(value) for name, value in changes.items()}
         _check_types(load, **changes)
+        if isinstance(tree := changes.get("tree"), Tree):
+            changes = {"gamma": tree.depth} | changes
         from_model = changes.get("sampling") == "model"
         options = self.options | (asdict(Sampling()) if from_model else {}) | changes
         options |= asdict(names.sampling_of(options)) | {"sampling": "given"}
@@ -388,5 +390,8 @@ def _parts(o: dict[str, Any], info: TargetInfo) -> Parts:
     rule = None if auto else rules.of(o["rule"])
     temperature = request.sampling.temperature
     fitting.fit(request.method, prepared, request.tree, request.vocab, rule, temperature)
-    gamma = request.tree.depth if isinstance(o["tree"], Tree) else gamma
+    if isinstance(o["tree"], Tree):
+        gamma = request.tree.depth
+        if o["gamma"] not in (None, gamma):
+            raise UserError(f"gamma is {o['gamma']} and the tree {gamma} deep: leave gamma out")
     return Parts(gamma, request, prepared, rule)

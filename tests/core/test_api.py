@@ -207,6 +207,8 @@ def test_a_tree_is_taken_as_its_name_is(load):
     assert "<td>6 draft tokens, 2 deep</td>" in own._repr_html_()
     with pytest.raises(UserError, match="and a policy are given"):
         own.with_(policy="always:2")
+    with pytest.raises(UserError, match="gamma is 3 and the tree 2 deep: leave gamma out"):
+        own.with_(gamma=3)
 
 
 def test_a_path_is_taken_as_a_name():
