@@ -154,14 +154,14 @@ def together(costs: pd.DataFrame, predicted: pd.DataFrame, measured: pd.DataFram
     `summaries.speedups(by="gamma")`."""
     pays = predicted.loc[predicted["speedup"] > 1, "gamma"]
     with style.panels(2, 5.25, 4.2) as (figure, (left, right)):
-        left.plot(predicted["gamma"], predicted["tokens"], "o-", color=COLOURS["accepted"],
-                  label="tokens per round")  # fmt: skip
+        left.plot([0, *predicted["gamma"]], [1, *predicted["tokens"]], "o-",
+                  color=COLOURS["accepted"], label="tokens per round")  # fmt: skip
         left.plot(costs["gamma"], rounds_s(costs) / step_s(costs), "s-",
                   color=COLOURS["rejected"], label="cost per round, in plain steps")  # fmt: skip
         style.title(figure, gamma_panel(right, measured, predicted),
               no_intervals="predictions and medians of round costs (left)")  # fmt: skip
         left.set(ylabel="tokens, or plain steps", ylim=(0, None))
-        style.gamma_axis(left, predicted["gamma"])
+        style.gamma_axis(left, costs["gamma"])
         left.legend()
         tried = f"γ = {', '.join(map(str, pays))}" if len(pays) else "no γ tried"
         if len(pays) > 2 and len(pays) == predicted["gamma"].between(pays.min(), pays.max()).sum():

@@ -266,7 +266,7 @@ def round_costs(costs: pd.DataFrame) -> Figure:
     """Where a round's time goes, in plain steps, for each draft length or arm; from
     `one_pairing.pass_costs` or `one_pairing.arm_costs`."""
     by = "arm" if "arm" in costs else "gamma"
-    step = costs["step_s"].iloc[0] if by == "arm" else summaries.step_s(costs)
+    step = summaries.step_s(costs)
     parts = costs[list(PHASES)].rename(columns=PHASES) / step
     left = parts.cumsum(axis=1) - parts
     with style.canvas(8.5, 2 + 0.42 * len(costs)) as (figure, axes):
@@ -305,7 +305,6 @@ def over_gamma(measured: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
 def gamma_panel(axes: Axes, measured: pd.DataFrame, predicted: pd.DataFrame) -> str:
     """`over_gamma` on these axes, and its title."""
     speedup_panel(axes, measured, "gamma", label="measured")
-    predicted = predicted[predicted["gamma"] > 0]
     axes.plot(predicted["gamma"], predicted["speedup"], "s--", color=style.PREDICTED,
               label="predicted from acceptance and pass costs")  # fmt: skip
     style.gamma_axis(axes, {*measured["gamma"], *predicted["gamma"]})

@@ -154,8 +154,8 @@ def speedups(samples: pd.DataFrame, by: str, expected: pd.DataFrame | None = Non
 def judged(measured: pd.DataFrame, expected: pd.DataFrame | None = None) -> pd.DataFrame:
     """The rows of `speedups`, with doubt `NOT_CREDIBLE` in those that `theory.credible` rejects.
 
-    expected: from `predicted` or `foreseen`: a row for each value of its first column that there is
-    something to expect of, with columns speedup and verify."""
+    expected: from `predicted`: a row for each value of its first column that there is something to
+    expect of, with columns speedup and verify."""
     by = "" if expected is None else expected.columns[0]
     rows = {} if expected is None else expected.set_index(by).to_dict("index")
     doubts = []
@@ -243,42 +243,26 @@ def rounds_s(costs: pd.DataFrame) -> pd.Series:
 
 
 def step_s(costs: pd.DataFrame) -> float:
-    """Seconds of a plain step, from `one_pairing.pass_costs`."""
-    return float(rounds_s(costs[costs["gamma"] == 0]).iloc[0])
+    """Seconds of a plain step, from `one_pairing.pass_costs` or `one_pairing.arm_costs`."""
+    plain = costs["step_s"] if "step_s" in costs else rounds_s(costs[costs["gamma"] == 0])
+    return float(plain.iloc[0])
 
 
-def predicted(costs: pd.DataFrame, record: Acceptance) -> pd.DataFrame:
-    """The speedup predicted from per-position acceptance and the costs of passes; nothing is
-    fitted.
+def predicted(samples: pd.DataFrame, by: str, costs: pd.DataFrame) -> pd.DataFrame:
+    """The speedup predicted from each arm's tokens per target pass and the costs of its rounds;
+    nothing is fitted.
 
-    costs: from `one_pairing.pass_costs`. record: acceptance at the longest draft; positions that it
-    never reached count as never accepted. One row a draft length, with columns gamma, tokens (of a
+    costs: from `one_pairing.pass_costs` or `one_pairing.arm_costs`, whose first column has values
+    of the column `by` of the samples. One row an arm of both, with columns `by`, tokens (of a
     round), speedup and verify (a pass and the rule, in plain steps)."""
-    step = step_s(costs)
-    rows = []
-    for gamma, draft, verify, rest in costs.itertuples(index=False):
-        acceptance = record.conditional[:gamma]
-        tokens = theory.tokens_of_round(acceptance)
-        speedup = theory.measured_speedup(acceptance, draft, verify + rest, step)
-        rows.append({"gamma": gamma, "tokens": tokens, "speedup": speedup,
-                     "verify": (verify + rest) / step})  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-def foreseen(samples: pd.DataFrame, by: str, costs: pd.DataFrame) -> pd.DataFrame:
-    """The speedup predicted from each arm's tokens per pass and the costs of its rounds.
-
-    costs: from `one_pairing.arm_costs`, with values of the column `by` of the samples as arms. One
-    row an arm of both, with columns `by`, speedup and verify (a pass and the rule, in plain steps).
-    """
-    rows = []
+    parts, step, rows = dict(list(samples.groupby(by))), step_s(costs), []
     for row in costs.to_dict("records"):
-        part = samples[samples[by] == row["arm"]]
-        if len(part):
-            check = row["verify_s"] + row["rest_s"]
-            speedup = pooled(part).tokens_per_pass * row["step_s"] / (row["draft_s"] + check)
-            rows.append({by: row["arm"], "speedup": speedup, "verify": check / row["step_s"]})
-    return pd.DataFrame(rows, columns=[by, "speedup", "verify"])
+        arm = row[costs.columns[0]]
+        if arm in parts:
+            tokens, check = pooled(parts[arm]).tokens_per_pass, row["verify_s"] + row["rest_s"]
+            speedup = tokens * step / (row["draft_s"] + check)
+            rows.append({by: arm, "tokens": tokens, "speedup": speedup, "verify": check / step})
+    return pd.DataFrame(rows, columns=[by, "tokens", "speedup", "verify"])
 
 
 def fastest(measured: pd.DataFrame) -> pd.Series:
@@ -393,7 +377,7 @@ def arm_metrics(
     `one_pairing.arm_costs`."""
     metrics, series = acceptance_metrics(samples)
     row = costs.set_index("arm").loc[samples["arm"].iloc[0]]
-    expected = foreseen(samples, "arm", costs)
+    expected = predicted(samples, "arm", costs)
     measured = speedups(samples, "arm", expected)
     return metrics | _headline(measured.iloc[0], measured) | {
         "speedup/predicted": expected["speedup"].iloc[0],
@@ -410,7 +394,7 @@ def throughput_metrics(
     samples: pd.DataFrame, expected: pd.DataFrame | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of a sweep of the batch size, from `one_pairing.throughput`. The headline
-    figures are those of the smallest batch. expected: at some sizes, from `foreseen`.
+    figures are those of the smallest batch. expected: at some sizes, from `predicted`.
 
     `throughput/crossing_batch`: the smallest batch whose whole interval lies below 1."""
     by_batch = speedups(samples, "batch", expected)

@@ -186,8 +186,9 @@ class Costs:
     ) -> float:
         """`theory.measured_speedup` of gamma draft tokens at this load. conditional[i]: P(token
         i + 1 of a draft accepted given that token i was); tokens beyond its end never are."""
-        tokens = theory.tokens_of_round(conditional[:gamma])
-        return tokens * self.step_s(batch, context) / self.round_s(batch, gamma, context)
+        draft = self.draft_s(batch, gamma, context) if gamma else 0.0
+        verify, step = self.verify_s(batch, 1 + gamma, context), self.step_s(batch, context)
+        return theory.measured_speedup(conditional[:gamma], draft, verify, step)
 
     def at_drafted_share(self, share: float) -> Costs:
         """This table for a drafter that makes only this share of the planned draft tokens: fewer

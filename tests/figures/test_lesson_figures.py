@@ -96,7 +96,7 @@ def test_price_states_pass_and_draft_costs():
 
 
 def test_together_states_prediction_and_best():
-    predicted = pd.DataFrame({"gamma": [0, 2, 4], "speedup": [1.0, 1.2, 0.9], "tokens": [1, 2, 2]})
+    predicted = pd.DataFrame({"gamma": [2, 4], "speedup": [1.2, 0.9], "tokens": [2, 2]})
     figure = figures.lesson.together(COSTS, predicted, MEASURED)
     assert title(figure.axes[0]) == "Predicted to pay at γ = 2"
     finding, why = figure.get_suptitle().splitlines()

@@ -17,7 +17,7 @@ def test_crossing_claims_nothing_of_one_sample():
 
 def test_every_pairing_figure_has_a_title(acceptance, latency, throughput, pairing):
     costs = one_pairing.pass_costs(pairing, PROMPTS, [1, 3], repeats=3)
-    predicted = summaries.predicted(costs, summaries.pooled(latency[latency["gamma"] == 3]))
+    predicted = summaries.predicted(latency, "gamma", costs)
     warm = one_pairing.acceptance([pairing], PROMPTS, 8, [0.0, 1.0])
     by_batch = summaries.speedups(throughput, "batch")
     drawn = [
@@ -85,7 +85,7 @@ def test_temperatures_close_together_can_be_read(pairing):
 def test_numbers_at_an_axis_can_be_read_and_its_ends_are_among_them(many):
     batches = sweep(*[(2, 1.9, 2.1)] * len(many)).assign(batch=many)
     by_gamma = arms(*[(2, 1.9, 2.1)] * len(many)).assign(gamma=many)
-    predicted = pd.DataFrame({"gamma": [0, *many], "speedup": 2.0, "tokens": 2.0})
+    predicted = pd.DataFrame({"gamma": many, "speedup": 2.0, "tokens": 2.0})
     costs = pd.DataFrame({"gamma": [0, *many], "draft_s": 1.0, "verify_s": 1.0, "rest_s": 0.0})
     for figure in (
         figures.pairings.throughput(batches), figures.pairings.over_gamma(by_gamma, predicted),
@@ -319,7 +319,7 @@ def test_a_title_ends_with_what_it_is_about():
 
 def test_gain_within_noise_is_not_called_faster():
     measured = arms((1.1, 0.9, 1.3)).assign(gamma=2)
-    predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 1.2]})
+    predicted = pd.DataFrame({"gamma": [2], "speedup": [1.2]})
     assert "no clear difference" in title(figures.pairings.over_gamma(measured, predicted))
     measured["low"] = 1.05
     assert "1.10x [1.05, 1.30]: faster" in title(figures.pairings.over_gamma(measured, predicted))
@@ -333,7 +333,7 @@ def test_gain_within_noise_is_not_called_faster():
 def test_timings_that_cannot_be_are_said():
     assert "not credible" in title(figures.pairings.forest(arms((2.5, 2.4, 2.6))))
     measured = arms((1.5, 1.4, 1.6)).assign(gamma=2)
-    predicted = pd.DataFrame({"gamma": [0, 2], "speedup": [1.0, 4.6]})
+    predicted = pd.DataFrame({"gamma": [2], "speedup": [4.6]})
     measured = summaries.judged(measured, predicted)
     assert "not credible" in title(figures.pairings.over_gamma(measured, predicted))
     costs = pd.DataFrame({"gamma": [0, 2], "draft_s": [0, 1], "verify_s": [1, 0.5], "rest_s": 0.0})

@@ -42,7 +42,7 @@ def test_a_timing_that_cannot_be_is_marked_wherever_it_is_read(planted, store):
     samples, costs, calm = planted
     metrics = {n: float(v) for n, v in summaries.arm_metrics(samples, costs)[0].items()}
     assert metrics["speedup/credible"] == calm
-    expected = summaries.foreseen(samples, "arm", costs)
+    expected = summaries.predicted(samples, "arm", costs)
     measured = summaries.speedups(samples, "arm", expected)
     assert ("not credible" in title(figures.pairings.forest(measured))) != calm
     ahead = measured.assign(low=1.01, high=99, promised=1.02)
@@ -78,12 +78,12 @@ def test_a_sweep_is_doubtful_if_any_draft_length_is(latency):
     costs = pd.DataFrame({"gamma": [0, 1, 3], "draft_s": [0, 0.1, 0.3],
                           "verify_s": [0.9, 0.9, 0.5], "rest_s": 0.1})  # fmt: skip
     calm = latency.assign(plain_s=latency["s"])
-    predicted = summaries.predicted(costs, summaries.pooled(calm))
+    predicted = summaries.predicted(calm, "gamma", costs)
     assert summaries.latency_metrics(calm, predicted)[0]["speedup/credible"] == 0
     measured = summaries.speedups(calm, "gamma", predicted).set_index("gamma")["doubt"]
     assert [measured[g] == statistics.NOT_CREDIBLE for g in (1, 3)] == [False, True]
     costs["verify_s"] = 0.9
-    predicted = summaries.predicted(costs, summaries.pooled(calm))
+    predicted = summaries.predicted(calm, "gamma", costs)
     assert summaries.latency_metrics(calm, predicted)[0]["speedup/credible"] == 1
 
 
@@ -106,9 +106,9 @@ def test_any_batch_of_a_sweep_and_what_one_stream_should_gain_are_checked(throug
     assert "Pays at no batch" not in title(figures.pairings.over_batch(slow))
 
 
-def test_costs_of_one_stream_foresee_what_it_gains(pairing, throughput):
+def test_costs_of_one_stream_predict_what_it_gains(pairing, throughput):
     costs = one_pairing.arm_costs({1: pairing}, PROMPTS, repeats=3)
-    [row] = summaries.foreseen(throughput, "batch", costs).to_dict("records")
+    [row] = summaries.predicted(throughput, "batch", costs).to_dict("records")
     alone = summaries.pooled(throughput[throughput["batch"] == 1])
     whole = costs[["draft_s", "verify_s", "rest_s"]].sum(axis=1).iloc[0]
     assert row["batch"] == 1

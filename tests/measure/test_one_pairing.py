@@ -397,27 +397,23 @@ def test_text_behind_eos_does_not_count_in_a_batch(pairing, monkeypatch):
         assert each.to_numpy().tolist() == alone[columns].to_numpy().tolist(), batch
 
 
-def test_prediction_starts_from_the_plain_step(pairing):
+def test_costs_start_from_the_plain_step(pairing):
     costs = one_pairing.pass_costs(pairing, PROMPTS, [1, 3], repeats=3)
     assert list(costs["gamma"]) == [0, 1, 3]
     assert (costs["verify_s"] > 0).all()
-    costs = pd.DataFrame(
-        {"gamma": [0, 2], "draft_s": [0, 0.5], "verify_s": [0.9, 1.1], "rest_s": [0.1, 0.2]}
-    )
-    record = Acceptance(drafted=8, emitted=8, cut=0, histogram=(1, 2, 1))
-    predicted = summaries.predicted(costs, record).set_index("gamma")
-    assert predicted.loc[0, "speedup"] == 1
-    assert predicted.loc[2, "tokens"] == record.length == 2
-    assert predicted.loc[2, "speedup"] == pytest.approx(2 * 1.0 / 1.8)
 
 
-def test_prediction_of_an_arm_counts_no_token_that_the_end_cut_off():
-    whole, cut = (Acceptance(12, 16 - n, n, (0, 0, 0, 4)) for n in (0, 4))
-    costs = pd.DataFrame({"arm": ["whole", "cut"], "draft_s": 0.5, "verify_s": 1.25, "rest_s": 0.25,
-                          "step_s": 1.0})  # fmt: skip
-    samples = pd.DataFrame({"arm": ["whole", "cut"], "record": [whole, cut]})
-    foreseen = summaries.foreseen(samples, "arm", costs)
-    assert foreseen["speedup"].tolist() == [4 / 2, 3 / 2]
+def test_prediction_is_from_the_acceptance_of_each_draft_length_itself():
+    """As where a lookup drafts long copies alone: at another length, other tokens are accepted. No
+    token counts that the end cut off."""
+    costs = pd.DataFrame({"gamma": [0, 2, 4], "draft_s": [0, 0.5, 1], "verify_s": [0.9, 1.1, 1.7],
+                          "rest_s": [0.1, 0.2, 0.3]})  # fmt: skip
+    short, long = Acceptance(8, 8, 0, (1, 2, 1)), Acceptance(12, 14, 2, (0, 0, 0, 4))
+    samples = pd.DataFrame({"gamma": [2, 4], "record": [short, long]})
+    predicted = summaries.predicted(samples, "gamma", costs).set_index("gamma")
+    assert predicted["tokens"].to_dict() == {2: 2, 4: 3.5}
+    assert predicted["speedup"].to_dict() == pytest.approx({2: 2 * 1.0 / 1.8, 4: 3.5 * 1.0 / 3})
+    assert predicted["verify"].to_dict() == pytest.approx({2: 1.3, 4: 2.0})
 
 
 def test_arm_metrics_are_in_plain_steps(latency):
