@@ -102,13 +102,18 @@ def _roofline(suite: dict[str, Any]) -> tuple[list[Table], list[str]]:
         name = row["model"], str(row["tokens"])
         read = f"{row['ms']:.2f}", f"{row['bytes'] / 1e6:.1f} MB", f"{row['gb_s']:.1f}"
         memory.add_row(*name, *read, share(row["of_copy"]))
-        bare = f"{row['bare_ms']:.2f}"
-        products.add_row(*name, bare, times(row["over_bare"]), times(row["over_step"]))
-    notes = [
-        f"a one-token pass of {rows[0]['model']} takes {times(rows[0]['over_bare'])} its bare "
-        "matrix products by torch; above 1x: attention, norms, launches and the toolkit; below: "
-        "compiled kernels beat torch's"
-    ]
+        over = row["over_bare"]
+        bare = (f"{row['bare_ms']:.2f}", times(over)) if over else ("-", "-")
+        products.add_row(*name, *bare, times(row["over_step"]))
+    notes = []
+    if over := rows[0]["over_bare"]:
+        notes.append(
+            f"a one-token pass of {rows[0]['model']} takes {times(over)} its bare matrix products "
+            "by torch; above 1x: attention, norms, launches and the toolkit; below: compiled "
+            "kernels beat torch's"
+        )
+    if not all(row["over_bare"] for row in rows):
+        notes.append("no bare products of quantised weights, which torch would widen first")
     if any(row["of_copy"]["value"] > 1 for row in rows):
         notes.append("above 100%: weights that stay in a cache are read faster than memory")
     return [memory, products], notes

@@ -78,7 +78,8 @@ def _ratios(suites: dict[str, Any]) -> Iterator[tuple[str, Interval, bool]]:
             yield what, Interval(**row["ratio"]), True
     for row in suites.get("roofline", {}).get("rows", ()):
         what = f"pass: {row['model']}, {counted(row['tokens'], 'token')}"
-        yield f"{what} / bare products", Interval(**row["over_bare"]), False
+        if row["over_bare"]:
+            yield f"{what} / bare products", Interval(**row["over_bare"]), False
         if row["tokens"] > 1:
             yield f"{what} / one", Interval(**row["over_step"]), False
     if rounds := suites.get("round"):

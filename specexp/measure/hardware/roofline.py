@@ -2,7 +2,8 @@
 
 A pass over few tokens reads every weight once and computes little, so memory bandwidth bounds it.
 Two references are timed in the same turns: a copy of a buffer larger than any cache, and the bare
-matrix products of the same model by torch, back to back (a compiled pass may beat those).
+matrix products of the same model by torch, back to back (a compiled pass may beat those). A model
+with quantised weights has no such products: torch would widen the weights first, in each of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from specexp.api import Pairing
 from specexp.fast import cuda_graphs
 from specexp.measure import interleave
-from specexp.models.int8 import by_address
+from specexp.models.int8 import by_address, is_quantised, method
 from specexp.models.lm import LM
 from specexp.models.memory import free_memory
 from specexp.sequences import Sequences
@@ -105,28 +106,31 @@ def copying(device: torch.device) -> tuple[Callable[[Any], Any], int]:
 def roofline(pairing: Pairing, texts: Sequence[str], repeats: int) -> dict[str, Any]:
     """One row per model (see `causal`) and pass, over 1 token and over gamma + 1, as plain data:
     model, tokens, context (slots), bytes (that it must read), ms and bare_ms (median), gb_s, and
-    the intervals of_copy (share of the copy's bandwidth), over_bare and over_step (ratios). Beside
-    the rows: turns, gamma, and the copy's bytes, ms and gb_s."""
+    the intervals of_copy (share of the copy's bandwidth), over_bare and over_step (ratios); bare_ms
+    and over_bare are None for quantised weights. Beside the rows: turns, gamma, and the copy's
+    bytes, ms and gb_s."""
     gamma, ids = pairing.gamma, [t for row in pairing.encode(texts) for t in row]
     copy, copied = copying(pairing.target.device)
     arms: dict[Any, Callable[[Any], Any]] = {"copy": copy}
     kinds = [(at, lm, n) for at, lm in enumerate(causal(pairing)) for n in (1, gamma + 1)]
     for at, lm, tokens in kinds:
         arms[at, tokens] = a_pass(lm, ids, 1, tokens, _context(lm), gamma + 1)
-        arms[at, tokens, "bare"] = products(lm.module, tokens)
+        if not quantised(lm):
+            arms[at, tokens, "bare"] = products(lm.module, tokens)
     times = range(repeats * PASSES)
     turns = interleave.time_in_turns(arms, times, pairing.target.device, "roofline", lead=1)
     copy_s = interleave.median_s(turns["copy"])
     rows = []
     for at, lm, tokens in kinds:
-        passes, bare = turns[at, tokens], turns[at, tokens, "bare"]
+        passes, bare = turns[at, tokens], turns.get((at, tokens, "bare"))
         read = pass_bytes(lm, 1, tokens, _context(lm))
-        pass_s, bare_s = interleave.median_s(passes), interleave.median_s(bare)
+        pass_s = interleave.median_s(passes)
         rows.append({
             "model": lm.name, "tokens": tokens, "context": _context(lm), "bytes": read,
-            "ms": 1e3 * pass_s, "bare_ms": 1e3 * bare_s, "gb_s": 1e-9 * read / pass_s,
+            "ms": 1e3 * pass_s, "gb_s": 1e-9 * read / pass_s,
+            "bare_ms": 1e3 * interleave.median_s(bare) if bare else None,
             "of_copy": interleave.ratio(turns["copy"], passes, read / copied)._asdict(),
-            "over_bare": interleave.ratio(passes, bare)._asdict(),
+            "over_bare": interleave.ratio(passes, bare)._asdict() if bare else None,
             "over_step": interleave.ratio(passes, turns[at, 1])._asdict(),
         })  # fmt: skip
     about_copy = {"bytes": copied, "ms": 1e3 * copy_s, "gb_s": 1e-9 * copied / copy_s}
@@ -137,6 +141,11 @@ def causal(pairing: Pairing) -> list[LM]:
     """The target, and the drafter's models that read tokens alone. An EAGLE layer also reads the
     target's hidden states; its cost is in the suite `round`."""
     return [lm for lm in pairing.engine.models if hasattr(lm.module, "base_model")]
+
+
+def quantised(lm: LM) -> bool:
+    """Whether a model has weights in fewer bits than torch multiplies in."""
+    return bool(method(lm.config)) or any(map(is_quantised, lm.module.parameters()))
 
 
 def _context(lm: LM) -> int:
