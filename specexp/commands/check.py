@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from pathlib import Path
 
 import typer
@@ -69,6 +70,7 @@ def check(
             rows = terminal.table("drafts with at least so many tokens accepted",
                                   "", *result.positions["position"].astype(str))  # fmt: skip
             for side in ("server", "here"):
-                rows.add_row(side, *result.positions[side].map("{:.0%}".format))
+                shares = result.positions[side]
+                rows.add_row(side, *("-" if isnan(x) else f"{x:.0%}" for x in shares))
             opt.console.print(rows)
     raise typer.Exit(1 if result.exactness.bugs else 0)

@@ -32,9 +32,9 @@ Round = tuple[int, int, int]  # its tokens drafted, accepted and emitted
 class Checked:
     """samples: a row a prompt, with COUNTS of the server and, behind `here_`, of the reference;
     tokens, s, ttft_s and later (see `Reply`), and the same behind `plain_` if there is a second
-    server. positions: of each place in a draft, the shares of drafts
-    with at least so many tokens accepted, on the server and here. same: prompts on which both
-    servers wrote the same text."""
+    server. positions: of each place in a draft, the shares of drafts with at least so many tokens
+    accepted, on the server (NaN if it does not count by place) and here. same: prompts on which
+    both servers wrote the same text."""
 
     server: Server
     exactness: Exactness
@@ -143,6 +143,8 @@ class Checked:
             "" if self.alike == n else
             f"the server drafts {there:.0f} tokens, here {here:.0f}: use --gamma {there:.0f}; "
             if there and here and there != here else
+            f"certainly {'fewer' if off.high < 0 else 'more'}, but its text differs; "
+            if self.exactness.bugs and not off.low <= 0 <= off.high else
             "certainly fewer: its drafts or its rule differ; " if off.high < 0 else
             "certainly more: its drafter differs; " if off.low > 0 else
             f"{off.doubt or 'no clear difference'}; "
@@ -185,6 +187,13 @@ def check(
                     f"{name}ttft_s": reply.ttft_s, f"{name}later": reply.later}  # fmt: skip
         now = server.dialect.counters()
         row |= {name: now[name] - before[name] for name in COUNTS}
+        drafts, drafted, accepted = (row[name] for name in COUNTS)
+        if not (0 <= drafts <= row["tokens"] + 1 and 0 <= accepted <= drafted):
+            raise UserError(
+                f"{server.url} counted {drafts} drafts of {drafted} tokens, {accepted} accepted, "
+                f"while it wrote {counted(row['tokens'], 'token')}: was it restarted, or used by "
+                "others? Check it while nothing else uses it"
+            )
         before = now
         rows.append(row)
     gamma = single_stream_tree(pairing.engine.policy).depth
@@ -247,8 +256,10 @@ def _positions(
     there: dict[str, int], here: Iterable[Sequence[Round]], drafts: int, gamma: int
 ) -> pd.DataFrame:
     accepted = np.array([n for rounds in here for _, n, _ in rounds])
+    by_place = there["accepted_1"] or not there["accepted_tokens"]
+    drafts_there = max(1, there["drafts"]) if by_place else np.nan
     return pd.DataFrame(
-        {"position": at, "server": there[f"accepted_{at}"] / max(1, there["drafts"]),
+        {"position": at, "server": there[f"accepted_{at}"] / drafts_there,
          "here": float((accepted >= at).sum() / max(1, drafts))}
         for at in range(1, gamma + 1)
     )  # fmt: skip

@@ -95,7 +95,8 @@ class SGLang:
         reason = about.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise self.connection.refused(reason.get("message"))
-        self._count(about)
+        if reason:
+            self._count(about)
         return new, str(reason.get("type", ""))
 
     def _count(self, about: dict[str, Any]) -> None:
