@@ -30,7 +30,7 @@ def recommend(
         "Write the first table's speedups by batch size as CSV, and a figure beside it."
     ),
     grid: Path | None = opt.own(
-        "Write a grid file that tries, in larger batches, what pays in the first table's largest."
+        "Write a grid file that tries, in larger batches, what pays in the largest of each table."
     ),
     as_json: bool = opt.AS_JSON,
 ) -> None:
@@ -56,8 +56,11 @@ def recommend(
             "30_throughput_under_batch, by hand or in a grid"
         )
     if grid:
-        grid.write_text(next_grid.text(every[0], grid.parent.resolve()))
-    options = [engines.options(a.best, a.situation.target) if a.best else {} for a in every]
+        grid.write_text(next_grid.text(every, grid.parent.resolve()))
+    options = [
+        engines.options(a.best, a.situation.target, a.situation.rule) if a.best else {}
+        for a in every
+    ]
     if as_json:
         opt.print_json([
             {"target": advice.situation.target, "situation": str(advice.situation),

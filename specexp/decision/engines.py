@@ -2,8 +2,10 @@
 llama.cpp and transformers, as their documentation of November 2026 names them.
 
 Acceptance carries over to another engine, the speedup does not: it depends on that engine's kernels
-and scheduler, so it has to be measured there. An engine that cannot draft so says why. One that
-takes a single draft length gets that of the smallest batches, and is limited to these.
+and scheduler, so it has to be measured there. Where draft tokens were sampled, engines that draft
+greedily unless told otherwise are told to sample, too, and to verify by the same rule. An engine
+that cannot draft so says why. One that takes a single draft length gets that of the smallest
+batches, and is limited to these.
 """
 
 import json
@@ -18,6 +20,7 @@ from specexp.zoo import naming
 
 NOT_THERE = "has no such drafter"
 IN_8_BITS = "measured with 8-bit weights: quantise the draft model for this engine"
+CHOSEN = ("ngram", "suffix")  # methods whose draft tokens are chosen at any temperature
 SUFFIXES = ("eagle3", "mtp", "parallel")  # what TensorRT-LLM puts a suffix automaton before
 
 
@@ -25,9 +28,9 @@ class _Cannot(Exception):
     """This engine cannot do what the plan says."""
 
 
-def options(plan: Plan, target: str) -> dict[str, str]:
+def options(plan: Plan, target: str, rule: str = "") -> dict[str, str]:
     """For each engine, what switches the plan on there, or why it cannot. Empty for a plan that
-    leaves drafting off."""
+    leaves drafting off. rule: of a sampled output, `Situation.rule`."""
     if not plan.steps:
         return {}
     schedule: dict[int, int] = {}
@@ -39,10 +42,14 @@ def options(plan: Plan, target: str) -> dict[str, str]:
         method, argument, suffix = _method(plan.drafter, target)
     except UserError as e:
         return dict.fromkeys(ENGINES, str(e))
+    if rule != "block" and (method in CHOSEN or method.startswith("lookup:")):
+        rule = ""
     written = {}
     for engine, write in ENGINES.items():
         try:
-            written[engine] = write(method, argument, schedule)
+            if rule == "block" and engine != "vLLM":
+                raise _Cannot("has no block verification")
+            written[engine] = write(method, argument, schedule, rule)
         except _Cannot as e:
             written[engine] = str(e)
             continue
@@ -79,7 +86,7 @@ def _method(drafter: str, target: str) -> tuple[str, str, str]:
     return "lookup:" * (named == "lookup") + method, source or argument, suffix
 
 
-def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
+def _vllm(method: str, argument: str, schedule: dict[int, int], rule: str) -> str:
     methods: dict[str, dict[str, Any]] = {
         "model": {"method": "draft_model", "model": argument},
         "parallel": {"method": "draft_model", "model": argument, "parallel_drafting": True},
@@ -96,6 +103,10 @@ def _vllm(method: str, argument: str, schedule: dict[int, int]) -> str:
         "suffix": {"method": "suffix"},
     }
     own = methods.get(method) or _no()
+    if rule and method not in (*CHOSEN, "medusa"):
+        own["draft_sample_method"] = "probabilistic"
+    if rule == "block":
+        own["rejection_sample_method"] = "block"
     if method in ("medusa", "suffix"):  # vLLM 0.32 stops if their length is to change
         return _vllm_of_one_length(own, *next(iter(schedule.items())))
     ranges, first = [], 1
@@ -126,7 +137,7 @@ def _until(most: int) -> str:
     return f"# drafts at any load: use it for at most {counted(most, 'request')} at once"
 
 
-def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
+def _sglang(method: str, argument: str, schedule: dict[int, int], rule: str) -> str:
     names = {"model": "STANDALONE", "eagle3": "EAGLE3", "eagle": "EAGLE", "mtp": "NEXTN",
              "dflash": "DFLASH", "dflash2": "DFLASH", "dspark": "DSPARK"}  # fmt: skip
     orders = {"ngram": "BFS", "suffix": "PROB"}  # what followed last, and what did most often
@@ -148,10 +159,11 @@ def _sglang(method: str, argument: str, schedule: dict[int, int]) -> str:
     else:
         options.append(f"--speculative-num-steps {draft} --speculative-eagle-topk 1")
         options.append(f"--speculative-num-draft-tokens {draft + 1}")
+    options += ["--speculative-use-rejection-sampling"] * bool(rule)
     return f"{' '.join(options)}  {note}"
 
 
-def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
+def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int], rule: str) -> str:
     methods: dict[str, dict[str, Any]] = {
         "model": {"decoding_type": "DraftTarget", "speculative_model": argument},
         "parallel": {"decoding_type": "PARD", "speculative_model": argument},
@@ -166,12 +178,15 @@ def _tensorrt_llm(method: str, argument: str, schedule: dict[int, int]) -> str:
     if behind != method:
         own |= {"sa_config": {"threshold": fitting.LONG_MATCH}} if behind in SUFFIXES else _no()
     own |= {"max_draft_len": max(schedule.values())}
+    own |= {"use_rejection_sampling": True} if rule else {}
     text = json.dumps(own)[:-1].replace('"', "")
     by_batch = ", ".join(f"{last}: {draft}" for last, draft in schedule.items())
-    return f"speculative_config: {text}, draft_len_schedule: {{{by_batch}}}}}  # 1.3 or later"
+    also = "; with disable_overlap_scheduler: true" * (behind in ("model", "ngram"))
+    note = f"# 1.3 or later{also}"
+    return f"speculative_config: {text}, draft_len_schedule: {{{by_batch}}}}}  {note}"
 
 
-def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
+def _llama_cpp(method: str, argument: str, schedule: dict[int, int], rule: str) -> str:
     most, draft = next(iter(schedule.items()))
     behind = method.removeprefix("lookup:")
     match = _match(argument) if method == "ngram" else fitting.LONG_MATCH
@@ -186,10 +201,11 @@ def _llama_cpp(method: str, argument: str, schedule: dict[int, int]) -> str:
         own = f"--spec-type {kind}{lookup} --spec-draft-n-max {draft} --spec-draft-model DRAFT.gguf"
     else:
         _no()
+    own += " --spec-draft-sampling probabilistic" * bool(rule)
     return f"{own} -np {most}  # drafts at any load: admits {counted(most, 'request')} at once"
 
 
-def _transformers(method: str, argument: str, schedule: dict[int, int]) -> str:
+def _transformers(method: str, argument: str, schedule: dict[int, int], rule: str) -> str:
     draft = next(iter(schedule.values()))
     constant = (
         f"num_assistant_tokens={draft}, num_assistant_tokens_schedule='constant', "
@@ -213,7 +229,7 @@ def _no() -> Any:
     raise _Cannot(NOT_THERE)
 
 
-ENGINES: dict[str, Callable[[str, str, dict[int, int]], str]] = {
+ENGINES: dict[str, Callable[[str, str, dict[int, int], str], str]] = {
     "vLLM": _vllm,
     "SGLang": _sglang,
     "TensorRT-LLM": _tensorrt_llm,

@@ -52,6 +52,13 @@ class Situation(NamedTuple):
     def target(self) -> str:
         return str(dict(self.params)["target"])
 
+    @property
+    def rule(self) -> str:
+        """The rule that judges sampled drafts; "" for greedy decoding."""
+        params = dict(self.params)
+        greedy = params["temperature"] == 0 and params["sampling"] == "given"
+        return "" if greedy else str(params["rule"])
+
     def __str__(self) -> str:
         """In words, without what is as usual: `prompts all, temperature 0.8; cpu, AMD EPYC`."""
         always = ("target", "prompts")

@@ -267,7 +267,7 @@ def test_a_grown_tree_of_another_depth_is_another_setting(store):
     assert said.startswith("Draft the tree grown:12, 6 deep with eagle for one stream: 1.30x")
     assert "--grid" not in said
     with pytest.raises(UserError, match="larger ones need no grid, and trees have none"):
-        next_grid.text(advice, store)
+        next_grid.text([advice], store)
 
 
 def test_notebooks_and_demo_grids_measure_speedups_that_can_be_joined():
@@ -352,6 +352,20 @@ def test_a_grid_goes_on_from_the_largest_batch_with_what_still_pays_there(
     code, _, err = run("target-10m", "--grid", str(file))
     assert code == 2
     assert "is there already" in err
+
+
+def test_a_grid_goes_on_in_every_situation(store, run, tmp_path):
+    log("ngram", {1: 1.5, 4: 1.4})
+    log("suffix", {1: 1.5, 2: 0.9})
+    log("ngram", {1: 1.5, 2: 1.3}, gamma=2, temperature=0.8)
+    log("ngram", 1.4, gamma=5, temperature=0.8, tags=MACHINE | {"processor": "Intel"})
+    file = tmp_path / "next.yaml"
+    code, _, err = run("--grid", str(file))
+    assert code == 0, err
+    names = ("drafter", "gamma", "temperature", "batches")
+    assert [tuple(p.params[name] for name in names) for p in points.load([file])] == [
+        ("ngram", 3, 0.0, [4, 8, 16, 32, 64, 128]), ("ngram", 2, 0.8, [2, 4, 8, 16, 32, 64])
+    ]  # fmt: skip
 
 
 def test_no_grid_is_written_where_nothing_is_open(store, run, tmp_path):
@@ -457,12 +471,38 @@ def test_an_engine_with_one_draft_length_is_told_the_batches_that_it_pays_in():
 
 def test_tensorrt_llm_is_told_in_yaml():
     line = engines.options(plan("ngram"), "target-10m")["TensorRT-LLM"]
+    assert line.endswith("  # 1.3 or later; with disable_overlap_scheduler: true")
     assert yaml.safe_load(line) == {
         "speculative_config": {
             "decoding_type": "NGram", "max_matching_ngram_size": 3, "is_use_oldest": False,
             "max_draft_len": 4, "draft_len_schedule": {1: 4, 4: 2},
         }
     }  # fmt: skip
+
+
+def test_engines_sample_drafts_and_verify_them_as_was_measured(store):
+    log("eagle", 1.5, temperature=0.8)
+    log("eagle", 1.5, temperature=0.8, rule="block")
+    log("eagle", 1.5)
+    rules = {advice.situation.rule: advice.best for advice in advise()}
+    assert set(rules) == {"auto", "block", ""}
+    sampled, block, greedy = (
+        engines.options(rules[rule], "target-10m", rule) for rule in ("auto", "block", "")
+    )
+    own = json.loads(shlex.split(sampled["vLLM"])[1])
+    assert own["draft_sample_method"] == "probabilistic"
+    assert "rejection_sample_method" not in own
+    assert " --speculative-use-rejection-sampling  # " in sampled["SGLang"]
+    written = yaml.safe_load(sampled["TensorRT-LLM"])["speculative_config"]
+    assert written["use_rejection_sampling"] is True
+    assert " --spec-draft-sampling probabilistic " in sampled["llama.cpp"]
+    own = json.loads(shlex.split(block.pop("vLLM"))[1])
+    assert own["rejection_sample_method"] == "block"
+    assert set(block.values()) == {"has no block verification"}
+    assert not any("sampl" in line for line in greedy.values())
+    for method in ("ngram", "lookup:eagle", "medusa"):  # whose draft tokens are chosen there
+        written = engines.options(plan(method, [(1, 3)]), "target-10m", "auto")
+        assert not any("sampl" in line for line in written.values()), method
 
 
 @pytest.mark.parametrize(
