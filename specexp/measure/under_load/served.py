@@ -175,7 +175,7 @@ def served_metrics(
     table, total = request_table(responses), totals(steps)
     seconds = (steps[-1].end_s - min(a.came_s for a in responses)) if steps else float("nan")
     return request_metrics(table, seconds, ttft_ms, tpot_ms, itl=itl_s(responses)) | {
-        "load/occupancy": total["stream_s"] / (total["s"] or float("nan")),
+        "load/occupancy": total["stream_s"] / seconds,
         "load/speculated": total["speculated"] / max(1, total["rows"]),
         "load/refused": (table["state"] == "refused").sum(),
         "load/failed": (table["state"] == "failed").sum(),
