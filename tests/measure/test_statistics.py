@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import one_in
+from conftest import also
 from support.intervals import (
     ARMS,
     KINDS,
@@ -42,8 +42,11 @@ def turns(seconds: np.ndarray, tokens: np.ndarray) -> list[interleave.Turn]:
     return [interleave.Turn(s) for s in seconds / tokens]
 
 
-@pytest.mark.parametrize("n", [6, 40])
-@pytest.mark.parametrize("kind", ["normal", "lognormal", "bimodal"])
+@pytest.mark.parametrize(
+    ("kind", "n"),
+    [("lognormal", 40), ("bimodal", 6),
+     *also(("normal", 6), ("normal", 40), ("lognormal", 6), ("bimodal", 40))],
+)  # fmt: skip
 def test_repeats_are_covered_at_the_nominal_level(kind, n):
     rng = np.random.default_rng(1)
     columns = [pairs(kind, 1.5, rng, n) for _ in range(300)]
@@ -55,22 +58,18 @@ def test_repeats_are_covered_at_the_nominal_level(kind, n):
         assert 0.93 <= covered <= 0.995, covered
 
 
+@pytest.mark.parametrize(
+    ("prompts", "runs"), [((5, 12, 20, 40), 200), *also(((1, 2, *UNITS), 1000))]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_intervals_hold_their_level_with_few_prompts(kind):
-    for n in (5, 12, 20, 40):
-        assert covered(kind, n, 200) >= 0.93, n
+def test_intervals_hold_their_level_with_any_number_of_prompts(kind, prompts, runs):
+    for n in prompts:
+        assert covered(kind, n, runs) >= 0.93, n
 
 
 def test_simulations_notice_intervals_of_repeats_in_the_place_of_those_of_prompts():
     assert all(covered(kind, 5, 200, over_repeats) < 0.9 for kind in KINDS)
     assert called_faster(40, 8, 60, alone)[0] > 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_intervals_hold_their_level_with_any_number_of_prompts(kind):
-    for n in (1, 2, *UNITS):
-        assert covered(kind, n, 1000) >= 0.93, n
 
 
 @pytest.mark.parametrize(("plain", "fast"), [(1, -1), (0, -1), (1, 0)])
@@ -89,20 +88,14 @@ def test_rare_slow_prompts_are_covered_whichever_side_is_slow(plain, fast):
         assert hits >= 56
 
 
-@pytest.mark.parametrize("arms", one_in(2, ARMS))
-def test_best_of_equal_arms_is_not_called_faster(arms):
-    false, mean = called_faster(40, arms, max(60, 240 // arms))
+@pytest.mark.parametrize(
+    ("prompts", "arms", "runs"),
+    [(40, 5, 60), *also(*((n, arms, 300) for n in (10, 40, 80) for arms in ARMS))],
+)
+def test_best_of_equal_arms_is_rarely_called_faster(prompts, arms, runs):
+    false, mean = called_faster(prompts, arms, runs)
     assert false <= 0.03
     assert abs(mean - 1) < 0.008
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arms", ARMS)
-def test_best_of_equal_arms_is_rarely_called_faster(arms):
-    for n in (10, 40, 80):
-        false, mean = called_faster(n, arms, 300)
-        assert false <= 0.03
-        assert abs(mean - 1) < 0.008
 
 
 def test_clearly_faster_arm_among_slow_ones_is_found():
@@ -141,7 +134,7 @@ def of_one_size(samples: pd.DataFrame) -> pd.Series:
     return summaries.speedups(samples, "batch").iloc[0]
 
 
-@pytest.mark.parametrize("batch", [4, 16, 32])
+@pytest.mark.parametrize("batch", [16, *also(4, 32)])
 def test_intervals_of_batches_cover_other_prompts(batch):
     """Also where all prompts fit in one or two batches."""
     rng, truth = np.random.default_rng(9), 60 / (0.25 * 20 + 0.75 * 50) / 2

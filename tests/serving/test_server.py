@@ -202,8 +202,9 @@ def test_depth_follows_budget(compiled, monkeypatch):
     assert [step.drafted for step in steps] == [3, 3, 0, 1]
 
 
-@pytest.mark.parametrize("rule", ["reject", "block"])
-@pytest.mark.parametrize("kind", ["model", "eagle3", "self", "lookup_eagle3"])
+@pytest.mark.parametrize(
+    ("kind", "rule"), in_turn(["model", "eagle3", "self", "lookup_eagle3"], ("reject", "block"))
+)
 def test_responses_do_not_depend_on_the_batch(rule, kind):
     made = engine(kind, "chain", rule, temperature=0.9)
     fixed = Fixed(Tree.chain(3))
