@@ -13,19 +13,27 @@ from specexp.measure.parameters import PARAMETERS
 from specexp.tracking import results
 
 NOTEBOOK = "notebooks/30_throughput_under_batch.ipynb"
+LACKS = ("categories", "min_p")  # parameters of other notebooks
 MOST, DOUBLINGS = 3, 5  # drafters, the best first; batch sizes beyond the largest measured one
 
 
 def text(every: Sequence[Advice], folder: Path) -> str:
     """A grid file for a folder: in each situation the drafters that pay in every batch in which
     they were measured, each with the draft length chosen in the largest, from there on in batches
-    twice as large each. Raises UserError if there are none, or if no result can be trusted."""
+    twice as large each. A comment names situations that the notebook cannot be given. Raises
+    UserError if nothing is open, or if no result can be trusted."""
     if not any(advice.plans for advice in every):
         raise UserError(str(every[0]))
     entries: dict[Any, dict[str, Any]] = {}  # of machines, the one with the most measurements
+    unfit = list[str]()  # situations
     for advice in every:
-        for entry in _open(advice, folder):
+        points = _open(advice, folder)
+        for entry in filter(_fits, points):
             entries.setdefault((advice.situation.params, entry["drafter"]), entry)
+        if points and not _fits(points[0]):
+            unfit.append(f"the notebook lacks a parameter of: {advice.situation}")
+    if not entries and unfit:
+        raise UserError("\n".join(unfit))
     if not entries:
         targets = ", ".join(dict.fromkeys(advice.situation.target for advice in every))
         raise UserError(
@@ -44,8 +52,16 @@ def text(every: Sequence[Advice], folder: Path) -> str:
         "include": [{n: v for n, v in e.items() if n not in fixed} for e in entries.values()],
         "timeout_s": 3600,
     }
-    question = "# In which batches do the drafters pay that pay in smaller ones?\n"
-    return question + yaml.safe_dump(grid, sort_keys=False, default_flow_style=None)
+    comments = "In which batches do the drafters pay that pay in smaller ones?", *unfit
+    return "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(
+        grid, sort_keys=False, default_flow_style=None
+    )
+
+
+def _fits(entry: dict[str, Any]) -> bool:
+    """Whether the notebook has these parameters, each with one value."""
+    listed = (isinstance(v, str) and PARAMETERS[name].type != "str" for name, v in entry.items())
+    return not (any(name in LACKS for name in entry) or any(listed))
 
 
 def _open(advice: Advice, folder: Path) -> list[dict[str, Any]]:

@@ -368,6 +368,23 @@ def test_a_grid_goes_on_in_every_situation(store, run, tmp_path):
     ]  # fmt: skip
 
 
+def test_a_grid_leaves_out_what_its_notebook_cannot_be_given(store, run, tmp_path):
+    own = notebooks.read(results.ROOT / next_grid.NOTEBOOK).parameters
+    assert {*SHARED} - {*own} == {*next_grid.LACKS}
+    log("ngram", 1.5, categories=["code"])
+    log("suffix", 1.5, temperature=[0.5, 0.8])
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    code, _, err = run("--grid", str(first))
+    assert code == 2
+    assert "the notebook lacks a parameter of: prompts all, " in err
+    log("ngram", 1.5)
+    code, _, err = run("--grid", str(second))
+    assert code == 0, err
+    assert "lacks a parameter of: prompts all, categories code; " in second.read_text()
+    [point] = points.load([second])
+    assert point.params["temperature"] == 0.0
+
+
 def test_no_grid_is_written_where_nothing_is_open(store, run, tmp_path):
     log("ngram", {1: 1.5, 2: 0.9})
     code, _, err = run("--grid", str(tmp_path / "next.yaml"))
