@@ -139,14 +139,6 @@ def tokens_of_round(conditional: Sequence[float]) -> float:
     return 1 + math.fsum(accumulate(conditional, mul))
 
 
-def credible(
-    speedup: float, length: float | None = None, predicted: float | None = None,
-    verify: float | None = None,
-) -> bool:  # fmt: skip
-    """Whether a measured speedup is possible: whether there are no `doubts`."""
-    return not doubts(speedup, length, predicted, verify)
-
-
 def doubts(
     speedup: float, length: float | None = None, predicted: float | None = None,
     verify: float | None = None,

@@ -139,7 +139,7 @@ def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, 
     than runs do, and by no more than the tokens per pass. And the latter's last output."""
     from specexp.measure import interleave
     from specexp.measure.hardware.machine import UNSTEADY
-    from specexp.theory import credible
+    from specexp.theory import doubts
 
     plain, ids = pairing.engine.plain(), pairing.encode([text])
     arms: dict[str, Callable[[int], Any]] = {
@@ -151,7 +151,7 @@ def _timed(pairing: Pairing, text: str, max_new_tokens: int) -> tuple[dict[str, 
     (plain_s, own_s), output = map(min, sides), turns["own"][-1].result
     spread, speedup = max(max(side) / min(side) for side in sides), plain_s / own_s
     length = output.acceptance.length
-    sure = spread < UNSTEADY and credible(speedup, length)
+    sure = spread < UNSTEADY and not doubts(speedup, length)
     apart = max(sides[1]) < plain_s or own_s > max(sides[0])
     return {
         "tokens_per_s": 1 / own_s, "plain_tokens_per_s": 1 / plain_s, "speedup": speedup,

@@ -174,11 +174,11 @@ def compare(costs: Costs, accepted: pd.DataFrame, samples: pd.DataFrame) -> pd.D
         record = summaries.pooled(part)
         step_s, round_s = costs.step_s(batch, context), costs.round_s(batch, gamma, context)
         own = record.tokens_per_pass * step_s / round_s
-        fits = theory.credible(measured.value, record.length, own)
+        doubts = theory.doubts(measured.value, record.length, own)
         rows.append(
             {"gamma": gamma, "batch": batch, "context": context}
             | measured.columns("speedup")
-            | {"doubt": measured.doubt if fits else statistics.NOT_CREDIBLE}
+            | {"doubt": statistics.NOT_CREDIBLE if doubts else measured.doubt}
             | {"predicted": costs.speedup(batch, gamma, usual, context), "predicted_own": own}
         )
     return pd.DataFrame(rows)

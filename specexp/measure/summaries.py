@@ -152,20 +152,20 @@ def speedups(samples: pd.DataFrame, by: str, expected: pd.DataFrame | None = Non
 
 
 def judged(measured: pd.DataFrame, expected: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The rows of `speedups`, with doubt `NOT_CREDIBLE` in those that `theory.credible` rejects.
+    """The rows of `speedups`, with doubt `NOT_CREDIBLE` in those that `theory.doubts`.
 
     expected: from `predicted`: a row for each value of its first column that there is something to
     expect of, with columns speedup and verify."""
     by = "" if expected is None else expected.columns[0]
     rows = {} if expected is None else expected.set_index(by).to_dict("index")
-    doubts = []
+    each = []
     for _, row in measured.iterrows():
         other = rows.get(row[by], {}) if by else {}
-        fits = theory.credible(
+        reasons = theory.doubts(
             row["speedup"], row.get("length"), other.get("speedup"), other.get("verify")
         )
-        doubts.append(row.get("doubt", "") if fits else NOT_CREDIBLE)
-    return measured.assign(doubt=doubts)
+        each.append(NOT_CREDIBLE if reasons else row.get("doubt", ""))
+    return measured.assign(doubt=each)
 
 
 def sound(measured: pd.DataFrame) -> pd.Series:
@@ -291,7 +291,7 @@ def doubt_of_speedups(measured: pd.DataFrame) -> str:
 def doubt_of_passes(steps: pd.Series) -> str:
     """What to add to a title if a pass over several tokens seems to take less time than one over a
     single token, else "". steps: times of such passes, in passes over one."""
-    return "" if all(theory.credible(1.0, verify=s) for s in steps) else f"; {NOT_CREDIBLE}"
+    return f"; {NOT_CREDIBLE}" if any(theory.doubts(1.0, verify=s) for s in steps) else ""
 
 
 def best_is_certain(table: pd.DataFrame, column: str) -> bool:

@@ -115,7 +115,7 @@ def phases(
     times = [_by_repeat([t.decode_s for t in side], repeats) for side in traces.values()]
     tokens = [_by_repeat([t.emitted for t in side], repeats) for side in traces.values()]
     measured = statistics.speedup(times[0], tokens[0], times[1], tokens[1], same_work=True)
-    if not theory.credible(measured.value, record.length, predicted, verify / step):
+    if theory.doubts(measured.value, record.length, predicted, verify / step):
         measured = measured._replace(doubt=statistics.NOT_CREDIBLE)
     return {
         "gamma": pairing.gamma, "drafter": pairing.drafter,
