@@ -136,6 +136,8 @@ class Checked:
             on_here = self.samples["here_drafts"].any()
             neither = ", nor did the reference on these prompts"
             why = ": is speculative decoding on?" if on_here else neither
+            if on_here and self.server.dialect.name == "llama.cpp":
+                why += " (Its older versions count no drafts.)"
             return [f"the server drafted nothing{why}"]
         there, here = self._length(""), self._length("here_")
         n = len(self.samples)

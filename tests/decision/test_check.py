@@ -278,6 +278,12 @@ def test_acceptance_is_not_compared_where_one_side_drafts_nothing(
     assert line.endswith(said)
 
 
+def test_a_version_that_counts_no_drafts_is_not_said_to_draft_none(serving, pairing):
+    server = Server(serving(pairing.with_(drafter="plain"), "llamacpp"))
+    said = " ".join(check(server, pairing, SHORT[:1], TOKENS).lines())
+    assert "drafted nothing: is speculative decoding on? (Its older versions " in said
+
+
 def test_another_draft_length_is_found_where_all_drafts_have_it(serving, pairing):
     found = check(Server(serving(pairing.with_(gamma=2))), pairing, PROMPTS, TOKENS)
     assert "the server drafts 2 tokens, here 4: use --gamma 2" in " ".join(found.lines())
