@@ -14,6 +14,7 @@ from specexp.decision.check import check
 from specexp.decision.server import Server
 from specexp.errors import UserError
 from specexp.measure import statistics
+from specexp.measure.exactness import Divergence
 from specexp.measure.prompts import Prompt
 
 TEXTS = ["a b c a b c", "def mean(values):", "for x in range(3):\n", "import os\nimport"]
@@ -195,18 +196,14 @@ def test_drafts_that_are_worse_than_here_show_in_the_acceptance_alone(serving, p
     assert "certainly fewer: its drafts or its rule differ; equal in " in said
     assert found.alike < len(PROMPTS)
     assert found.positions["server"][1] == 0 < found.positions["here"][1]
+    found.exactness.divergences = [Divergence(0, 3, 5, 6, "bug")]  # as of a quantised target
+    assert "certainly fewer, but its text differs; " in " ".join(found.lines())
 
 
 def test_another_text_is_found_and_where(serving, pairing):
     found = check(Server(serving(pairing, spoils=True)), pairing, SHORT, TOKENS)
     assert found.exactness.bugs == 4
     assert "NOT the target's in 4, first in prompt 1 at token " in found.text()
-
-
-def test_acceptance_on_another_text_is_no_fault_of_the_drafts(serving, pairing):
-    """As of a server whose target is quantised."""
-    found = check(Server(serving(pairing, most=0, spoils=True)), pairing, PROMPTS, TOKENS)
-    assert "certainly fewer, but its text differs; " in " ".join(found.lines())
 
 
 @pytest.mark.parametrize("others", [{"drafts": 30}, {"drafts": -30}, {"accepted_tokens": 99}])
