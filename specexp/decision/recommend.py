@@ -357,7 +357,7 @@ def measured_in(run: report.Run, params: Mapping[str, Any]) -> list[Measured]:
         gamma = params.get("gamma", gamma)
         at = alone | {(gamma, int(b)): (v, lows.get(b, v), highs.get(b, v))
                       for b, v in curve.items()}  # fmt: skip
-    drafter = _named(str(params["drafter"]), params["target"])
+    drafter = naming.called(str(params["drafter"]), params["target"])
     return [
         Measured(drafter, _draft(params, gamma), batch, value, low, high, run.prompts)
         for (gamma, batch), (value, low, high) in at.items()
@@ -375,13 +375,6 @@ def _draft(params: Mapping[str, Any], gamma: Any) -> int | str:
 def _gamma(run: report.Run) -> Any:
     """The draft length of a result, if several were measured the best; None if a policy chose."""
     return run.metrics.get("speedup/best_gamma", run.record["params"].get("gamma"))
-
-
-def _named(drafter: str, target: str) -> str:
-    """A drafter's full name; the name as given if it stands for nothing any more."""
-    with suppress(UserError):
-        return naming.full_name(drafter, target)
-    return drafter
 
 
 def _place(name: str, target: str = "") -> str:

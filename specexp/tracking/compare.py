@@ -12,6 +12,7 @@ from specexp.errors import brief
 from specexp.terminal import ROWS
 from specexp.tracking import mlflow_view, provenance, results
 from specexp.tracking import runs as track
+from specexp.zoo import naming
 
 NAMED = ("drafter", "policy")  # in every table, even if all runs share them
 PARAMETER = " (parameter)"  # behind the name of one's own that is also another column's
@@ -71,7 +72,13 @@ def table(experiment: str, runs: pd.DataFrame) -> Table:
 
 
 def short(runs: pd.DataFrame) -> pd.DataFrame:
-    """The same runs with paths and hub ids in their parameters cut to what tells them apart."""
+    """The same runs with drafters by their full names, and with paths and hub ids in their
+    parameters cut to what tells them apart."""
+    if {"params.drafter", "params.target"} <= {*runs}:
+        of = runs[["params.drafter", "params.target"]].fillna("")
+        named = [naming.called(drafter, target) if drafter else None
+                 for drafter, target in of.itertuples(index=False)]  # fmt: skip
+        runs = runs.assign(**{"params.drafter": pd.Series(named, runs.index, dtype=object)})
     columns = {name: list(runs[name].dropna().unique()) for name in runs if name[:7] == "params."}
     return runs.assign(**{
         name: runs[name].map(partial(brief, among=values), na_action="ignore")

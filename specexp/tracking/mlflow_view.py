@@ -206,7 +206,8 @@ def doubts(record: Mapping[str, Any], drifted: Callable[[], float] = lambda: 1.0
     with suppress(KeyError, ValueError):
         load, threads = float(tags["load"]), float(tags["threads"])
         if tags.get("device") == "cpu" and load > threads + 1:
-            reasons.append(f"the load average was {load:g} with {threads:g} of its own threads")
+            both = f"the load average was {load:g}, its own threads {threads:g}"
+            reasons.append(f"other work ran beside it ({both})")
     if (fold := drifted()) > DRIFT:
         reasons.append(f"plain decoding's pace drifted {fold:.1f}-fold between repeats")
     return [*reasons, *["other points ran beside it"] * (tags.get("together") == "yes")]

@@ -6,6 +6,7 @@ is imported. (One file is more than looked at: a GGUF file's model is made when 
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from specexp import fitting, objects
@@ -98,6 +99,13 @@ def full_name(drafter: str, target: str) -> str:
         return f"lookup:{full_name(argument, target)}"
     if method == "model":
         return argument or shelf.default_draft(target).name
+    return drafter
+
+
+def called(drafter: str, target: str) -> str:
+    """A drafter's full name; the name as given if it stands for nothing any more."""
+    with suppress(UserError):
+        return full_name(drafter, target)
     return drafter
 
 

@@ -169,7 +169,7 @@ def test_what_cannot_be_trusted_decides_nothing_and_is_named(store):
     assert not advice.plans
     assert dict(advice.left_out) == {
         "mine: ngram": "its output was not checked, or not the target's",
-        "mine: suffix": "the load average was 7.5 with 2 of its own threads",
+        "mine: suffix": "other work ran beside it (the load average was 7.5, its own threads 2)",
         "mine: medusa": "it is simulated",
         "mine: recycle": "it has no interval",
         "mine: eagle": "a policy chose its draft lengths",

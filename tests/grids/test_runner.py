@@ -773,7 +773,7 @@ def test_doubtful_timings_are_shown_and_measured_again_on_request(store, written
     assert again in go(todo)[1]
     table = progress.status(todo, report.of("grid of trifles"))
     _, detail = table.columns[3].cells
-    assert "doubtful: the load average was 7.5" in str(detail)
+    assert "doubtful: other work ran beside it (the load average was 7.5" in str(detail)
     assert table.caption == "2 done, 1 of these doubtful"
     table = progress.status(written(1, 2, 3), report.of("grid of trifles"))
     assert table.caption.startswith("2 done, 1 of these doubtful, 1 to do; about 0:00:")

@@ -274,6 +274,13 @@ def test_paths_are_cut_where_that_tells_them_apart():
     assert list(compare.short(runs)["params.target"]) == ["a/target", "b/target"]
 
 
+def test_a_drafter_has_one_name_however_a_run_called_it():
+    drafters = ["model", "sibling-3m", "lookup", "eagle", None, "no such:thing"]
+    runs = pd.DataFrame({"params.drafter": drafters, "params.target": "target-10m"})
+    names = ["sibling-3m", "sibling-3m", "lookup:sibling-3m", "eagle", "", "no such:thing"]
+    assert list(compare.short(runs)["params.drafter"].fillna("")) == names
+
+
 def test_a_parameter_of_some_experiments_only_is_no_column():
     runs = pd.DataFrame(
         {"experiment": ["a", "b", "b"], "params.rows": [None, "8", "8"],
