@@ -77,6 +77,7 @@ def test_stages_need_no_command_line(bare):
     assert "smoke,exactness,kernels" in said
 
 
+@pytest.mark.slow
 def test_bench_runs_on_a_bare_machine(bare, tmp_path):
     few = ("--gamma", "2", "--repeats", "1", "--max-new-tokens", "4", "--device", "cpu")
     code, said = bare("-m", "specexp", "bench", "round", *few, "--out", str(tmp_path))

@@ -369,7 +369,7 @@ def right() -> bool:
     return test_cpu_replays.held_rounds_are_rounds("model")
 
 
-@pytest.mark.parametrize("bug", one_in(40, BUGS))
+@pytest.mark.parametrize("bug", one_in(100, BUGS))
 def test_planted_bug_is_caught(once, monkeypatch, bug):
     good, bad = BUGS[bug]
     count = {p.name: p.read_text().count(good) for p in build.FOLDER.iterdir() if p.is_file()}
