@@ -51,15 +51,12 @@ class Lookup(Drafter):
     def propose(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
         """In rows that take the lookup's draft, q [B, N, V] is 0: its tokens were chosen."""
         if not tree.depth:
-            draft = self.other.propose(seqs, tree, rng)
-            self.shaped_by = self.other.shaped_by
-            return draft
+            return self._others(seqs, tree, rng)
         copied = self.lookup.propose(seqs, tree, rng)
         sure = repeats(seqs, self.least) & (copied.tokens[:, 1:2] >= 0)  # [B, 1]
         depth = torch.full_like(seqs.length, tree.depth) if seqs.budget is None else seqs.budget
         shorter = replace(seqs, budget=torch.where(sure[:, 0], depth.clamp(max=1), depth))
-        draft = self.other.propose(shorter, tree, rng)
-        self.shaped_by = self.other.shaped_by
+        draft = self._others(shorter, tree, rng)
         nodes = draft.nodes
         if tree.width:  # its shape is another in each row
             parents = torch.where(sure, copied.nodes.parents, nodes.parents)
@@ -68,6 +65,11 @@ class Lookup(Drafter):
         tokens = torch.where(sure, copied.tokens, draft.tokens)
         q = None if draft.q is None else draft.q.masked_fill(sure[..., None], 0)
         return Draft(tokens, nodes, seqs, q, draft.memo)
+
+    def _others(self, seqs: Sequences, tree: Tree, rng: Rng) -> Draft:
+        draft = self.other.propose(seqs, tree, rng)
+        self.shaped_by = self.other.shaped_by
+        return draft
 
     def observe(self, seqs: Sequences, draft: Draft, verdict: Verdict, seen: Forward) -> None:
         self.other.observe(seqs, draft, verdict, seen)
