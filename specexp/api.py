@@ -140,6 +140,11 @@ class Pairing:
         text = [text_of(self.tokenizer, t, skip_special_tokens=True) for t in batch.tokens]
         return Output(batch.tokens, batch.trace, text, self.tokenizer)
 
+    def answer(self, text: str, max_new_tokens: int) -> str:
+        """The target's own continuation of a text, by plain decoding."""
+        [tokens] = self.engine.plain().generate(self.encode([text]), max_new_tokens).tokens
+        return text_of(self.tokenizer, tokens, skip_special_tokens=True)
+
     def compare_with_plain(
         self, prompts: str | Sequence[str], max_new_tokens: int = 64, repeats: int = 1
     ) -> Comparison:

@@ -204,6 +204,15 @@ def _choose_kernels_anew():
     ops.forget()
 
 
+@pytest.fixture
+def serving():
+    """Starts servers around pairings (`support.fake_servers`); returns their addresses."""
+    from support import fake_servers
+
+    with fake_servers.starting() as start:
+        yield start
+
+
 @pytest.fixture(autouse=True)
 def _every_figure_is_readable(request, monkeypatch):
     """Those that the tests of figures draw."""

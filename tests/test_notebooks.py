@@ -14,10 +14,12 @@ from PIL import Image
 from rich.console import Console
 from support.problems import problems
 
+import specexp
+from specexp.decision import recommend
 from specexp.fitting import Limits, reach
 from specexp.grids import points, runner
 from specexp.policy import Fixed
-from specexp.tracking import compare, runs
+from specexp.tracking import compare, mlflow_view, runs
 from specexp.tree import Tree
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -42,6 +44,8 @@ SMALL = {
                  "limit": 3, "max_new_tokens": 6},
 }  # fmt: skip
 
+APART = ("50_servers", "90_compare")  # each has a test of its own
+
 CHECKPOINTS = (
     "1: 80% and 100%", r"2: α = [\d.]+%; like p",
     r"3: 2\.95 tokens, 1\.85x; best γ = 4: 1\.87x", r"4: (from 0\.\d\d|at none)",
@@ -49,7 +53,7 @@ CHECKPOINTS = (
 
 
 def test_every_experiment_notebook_is_tested():
-    assert {p.stem for p in NOTEBOOKS.glob("*.ipynb")} == {*SMALL, "90_compare"}
+    assert {p.stem for p in NOTEBOOKS.glob("*.ipynb")} == {*SMALL, *APART}
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,32 @@ def test_a_tree_has_no_chain_of_its_size_where_the_drafter_drafts_less():
     names = {"pairing": SimpleNamespace(deepest=7, with_=with_), "trees": ["4x2", "2x1x1"]}
     exec(build[build.index("shapes = ") : build.index("texts = ")], names)
     assert list(names["shapes"]) == ["4x2", "2x1x1", "chain of 6"]
+
+
+def test_servers_are_compared_under_load_and_recommended(
+    store, tmp_path, tiny_folders, prompts_file, serving, monkeypatch
+):
+    monkeypatch.setattr(mlflow_view, "doubts", lambda *about: [])  # not asked beside other tests
+    target, _ = tiny_folders
+    drafting = specexp.load(target, drafter="ngram", gamma=2)
+    point = {
+        "server": serving(drafting), "plain_server": serving(drafting.with_(drafter="plain")),
+        "target": target, "drafter": "ngram", "gamma": 2, "prompts": prompts_file,
+        "streams": [1, 2], "max_new_tokens": 6, "repeats": 1,
+    }  # fmt: skip
+    file, console = tmp_path / "own.yaml", Console(record=True, width=160)
+    spec = {"notebook": "notebooks/50_servers.ipynb", "fixed": point}
+    file.write_text(yaml.safe_dump(spec))
+    assert runner.run(points.load([file]), console) == 0, console.export_text()
+    [run] = runs.runs().to_dict("records")
+    assert run["metrics.exact/same"] == 1
+    assert 0 <= run["metrics.acceptance/rate"] <= 1
+    assert run["metrics.speedup/at_batch"] == run["metrics.speedup/at_largest_batch"] > 0
+    [advice] = recommend.advise()
+    assert str(advice.situation).endswith("vLLM, 127.0.0.1")
+    assert {m.batch for m in advice.measured} == {1, 2}
+    [figure] = store.glob("results/*/figures/load.png")
+    assert "ngram, γ = 2, 6 prompts" in Image.open(figure).text["Title"]
 
 
 def test_compare_without_runs_says_what_to_run(store, tmp_path, fork_server):

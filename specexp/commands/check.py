@@ -47,7 +47,7 @@ def check(
 
     from specexp import api
     from specexp.decision import check as checking
-    from specexp.decision.server import Server
+    from specexp.measure.servers import Server
 
     server, other = Server(url), Server(plain) if plain else None
     pairing = api.load(**options)

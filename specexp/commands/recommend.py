@@ -57,10 +57,7 @@ def recommend(
         )
     if grid:
         grid.write_text(next_grid.text(every, grid.parent.resolve()))
-    options = [
-        engines.options(a.best, a.situation.target, a.situation.rule) if a.best else {}
-        for a in every
-    ]
+    options = [engines.of_advice(advice) for advice in every]
     if as_json:
         opt.print_json([
             {"target": advice.situation.target, "situation": str(advice.situation),
@@ -98,7 +95,9 @@ def _show(advice: Advice, engine: Mapping[str, str]) -> None:
     if advice.remedy:
         opt.say(advice.remedy)
     if engine:
-        opt.say("In an engine (acceptance carries over, the speedup must be measured there):")
+        there = "acceptance carries over, the speedup must be measured there: run 50_servers"
+        there = "as measured there" if advice.situation.engine else there
+        opt.say(f"In an engine ({there}):")
         for name, text in engine.items():
             opt.say(f"  {name:13s} {text}")
     opt.say("")

@@ -15,16 +15,16 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from specexp.api import Pairing
-from specexp.decision.server import Reply, Server
 from specexp.errors import UserError, counted
 from specexp.measure import exactness, statistics, summaries
 from specexp.measure.exactness import Exactness
 from specexp.measure.one_pairing import insist_on_drafts
 from specexp.measure.prompts import Prompt
+from specexp.measure.servers.dialects import COUNTS
+from specexp.measure.servers.server import Reply, Server
 from specexp.measure.statistics import Interval
 from specexp.policy import single_stream_tree
 
-COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 Round = tuple[int, int, int]  # its tokens drafted, accepted and emitted
 
 

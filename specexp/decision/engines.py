@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specexp import fitting
-from specexp.decision.recommend import Plan
+from specexp.decision.recommend import Advice, Plan
 from specexp.errors import UserError, counted
 from specexp.zoo import naming
 
@@ -26,6 +26,13 @@ SUFFIXES = ("eagle3", "mtp", "parallel")  # what TensorRT-LLM puts a suffix auto
 
 class _Cannot(Exception):
     """This engine cannot do what the plan says."""
+
+
+def of_advice(advice: Advice) -> dict[str, str]:
+    """`options` of its best plan, if there is one; where a server was measured, of its engine."""
+    about = advice.situation
+    every = options(advice.best, about.target, about.rule) if advice.best else {}
+    return {e: text for e, text in every.items() if about.engine in ("", e)}
 
 
 def options(plan: Plan, target: str, rule: str = "") -> dict[str, str]:
@@ -49,6 +56,8 @@ def options(plan: Plan, target: str, rule: str = "") -> dict[str, str]:
         try:
             if rule == "block" and engine != "vLLM":
                 raise _Cannot("has no block verification")
+            if rule == "match":
+                raise _Cannot("has no such rule for drafts that were sampled: measure rule auto")
             written[engine] = write(method, argument, schedule, rule)
         except _Cannot as e:
             written[engine] = str(e)

@@ -27,6 +27,9 @@ def text(every: Sequence[Advice], folder: Path) -> str:
     entries: dict[Any, dict[str, Any]] = {}  # of machines, the one with the most measurements
     unfit = list[str]()  # situations
     for advice in every:
+        if advice.situation.engine:
+            unfit.append(f"run 50_servers with more streams for: {advice.situation}")
+            continue
         points = _open(advice, folder)
         for entry in filter(_fits, points):
             entries.setdefault((advice.situation.params, entry["drafter"]), entry)

@@ -35,6 +35,8 @@ from specexp.zoo import naming
 SHARED = ("target", "prompts", "categories", "chat", "max_new_tokens", "temperature", "top_k",
           "top_p", "min_p", "sampling", "rule", "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
+SERVER = ("engine", "engine_host")
+EXACT = ("match", "reject", "block")  # rules; greedily all accept the same
 READ = {"target": "its target has", "drafter": "its drafter has", "prompts": "its prompts have",
         "models": "its models have", "data": "its prompts have"}  # fmt: skip
 Machine: TypeAlias = tuple[tuple[str, str], ...]  # pairs of a name and its value
@@ -56,8 +58,12 @@ class Situation(NamedTuple):
     def rule(self) -> str:
         """The rule that judges sampled drafts; "" for greedy decoding."""
         params = dict(self.params)
-        greedy = params["temperature"] == 0 and params["sampling"] == "given"
-        return "" if greedy else str(params["rule"])
+        return "" if _greedy(params) else str(params["rule"])
+
+    @property
+    def engine(self) -> str:
+        """The engine of the server that was measured; "" if it was measured here."""
+        return dict(self.machine).get("engine", "")
 
     def __str__(self) -> str:
         """In words, without what is as usual: `prompts all, temperature 0.8; cpu, AMD EPYC`."""
@@ -163,6 +169,7 @@ class Advice:
         if last == plan.largest:
             how = ": run 30_throughput_under_batch (its grid: specexp recommend --grid FILE)"
             how *= isinstance(chosen.draft, int)  # it drafts no trees
+            how = ": run 50_servers with more streams" if self.situation.engine else how
             text += f"Larger batches than {last} were not measured with it{how}. "
         else:
             larger = [m for m in self.measured if m.drafter == plan.drafter and m.batch > last]
@@ -266,19 +273,28 @@ def moved(value: str, old: Path, new: Path) -> str:
 
 
 def machine_of(run: report.Run) -> Machine:
-    """What decides how long a result's work took; of its kernels only which were missing, as every
-    version has others."""
+    """What decides how long a result's work took: of a server, the engine and where it ran; else,
+    of its kernels only which were missing, as every version has others."""
+    if "engine" in run.tags:
+        return tuple((name, run.tags.get(name, "")) for name in SERVER)
     kernels = run.tags.get("kernels", "").split(", ")
     missing = ", ".join(part for part in kernels if re.search(r"\b(no|not|off)\b", part))
     return *((name, run.tags.get(name, "")) for name in MACHINE), ("kernels", missing)
 
 
 def _shared(params: Mapping[str, Any], name: str) -> Any:
-    """A parameter's value, or its default; of a list the items as text, in any order the same."""
+    """A parameter's value, or its default; of a list the items as text, in any order the same; of
+    rules that accept the same, `auto`."""
     value = params.get(name, PARAMETERS[name].default)
+    if name == "rule" and value in (EXACT if _greedy(params) else ("reject",)):
+        return "auto"
     if isinstance(value, list):
         return ", ".join(sorted(map(str, value))) or PARAMETERS[name].default
     return value
+
+
+def _greedy(params: Mapping[str, Any]) -> bool:
+    return _shared(params, "temperature") == 0 and _shared(params, "sampling") == "given"
 
 
 def _advise(
@@ -337,7 +353,7 @@ def _unusable(run: report.Run) -> str:
         return "its drafts are planted: no such drafter exists"
     if mlflow_view.is_simulated(run.record, SPEEDUP.metric):
         return "it is simulated"
-    if run.metrics.get("exact/pass") != 1:
+    if run.metrics.get("exact/pass", "server" in run.record["params"]) != 1:  # `check` is for those
         return "its output was not checked, or not the target's"
     if _gamma(run) is None:
         return "a policy chose its draft lengths"

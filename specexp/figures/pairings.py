@@ -366,23 +366,23 @@ def over_batch(by_batch: pd.DataFrame, served: pd.DataFrame | None = None) -> Fi
     return figure
 
 
-def crossing(by_batch: pd.DataFrame) -> str:
-    """The batch size at which speculation stops paying, in words; only intervals that exclude 1
-    count, and only of credible timings."""
-    first = by_batch.iloc[0]
-    more = by_batch["low"] < by_batch["high"]  # than one sample
-    with_interval = by_batch[more & summaries.sound(by_batch)]
-    pays = with_interval[with_interval["low"] > 1]["batch"]
-    costs = with_interval[with_interval["high"] < 1]["batch"]
+def crossing(measured: pd.DataFrame, by: str = "batch") -> str:
+    """The batch size (or load, the column `by`) at which speculation stops paying, in words; only
+    intervals that exclude 1 count, and only of credible timings."""
+    more = measured["low"] < measured["high"]  # than one sample
+    with_interval = measured[more & summaries.sound(measured)]
+    pays = with_interval[with_interval["low"] > 1][by]
+    costs = with_interval[with_interval["high"] < 1][by]
     start, end = (
-        f"{style.times(row, 'speedup')} at batch {row['batch']:.0f}"
-        for row in (first, by_batch.iloc[-1])
+        f"{style.times(row, 'speedup')} at {by} {row[by]:.0f}"
+        for row in (measured.iloc[0], measured.iloc[-1])
     )
-    ends = start if len(by_batch) == 1 else f"{start}, {end}"
+    ends = start if len(measured) == 1 else f"{start}, {end}"
     if len(pays) and len(costs) and costs.min() > pays.max():
-        return f"{start}; stops paying between batch {pays.max():.0f} and {costs.min():.0f}"
-    if len(pays) == len(by_batch):
-        return f"Pays at every batch size tried: {ends}"
-    if len(costs) == len(by_batch):
-        return f"Pays at no batch size tried: {ends}"
+        return f"{start}; stops paying between {by} {pays.max():.0f} and {costs.min():.0f}"
+    sizes = f"{by} size" if by == "batch" else by
+    if len(pays) == len(measured):
+        return f"Pays at every {sizes} tried: {ends}"
+    if len(costs) == len(measured):
+        return f"Pays at no {sizes} tried: {ends}"
     return ends

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from specexp.figures import style
-from specexp.figures.pairings import speedup_panel
+from specexp.figures.pairings import crossing, speedup_panel
 from specexp.measure.summaries import doubt_of_speedups
 from specexp.measure.under_load.served import worst
 from specexp.serving.policies import is_fixed
@@ -60,6 +60,27 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
                   ylim=(None, min(right.get_ylim()[1], 0.5)))  # fmt: skip
         style.per_cent(right)
         style.title(figure, _verdict(rates, regrets) + doubt_of_speedups(rates))
+    return figure
+
+
+def servers(rates: pd.DataFrame) -> Figure:
+    """A server that drafts and the same without drafting, by load; from `servers.rates`."""
+    plain, drafting = {"color": style.PLAIN, "marker": "x"}, {"color": style.SPECULATIVE}
+    with style.panels(3, 3.5, 4.2) as (figure, (left, middle, right)):
+        style.points(left, rates.assign(low=rates["low"] * rates["plain_tok_s"],
+                                        high=rates["high"] * rates["plain_tok_s"]),
+                     "load", "tok_s", **drafting, marker="o", label="drafting")  # fmt: skip
+        left.plot(rates["load"], rates["plain_tok_s"], **plain, label="plain")
+        speedup_panel(middle, rates, "load")
+        right.plot(rates["load"], rates["ttft_ms"], **drafting, marker="o")
+        right.plot(rates["load"], rates["plain_ttft_ms"], **plain)
+        for axes in (left, middle, right):
+            style.batch_axis(axes, rates["load"])
+            axes.set_xlabel("load: requests at once")
+        left.set(ylabel="tokens/s, all streams", ylim=(0, None))
+        right.set(ylabel="median TTFT, ms", ylim=(0, None))
+        finding = crossing(rates, "load") + doubt_of_speedups(rates)
+        style.title(figure, finding, no_intervals="plain decoding, and TTFT")
     return figure
 
 

@@ -36,6 +36,8 @@ SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 DEFAULTS: dict[str, Any] = {
     n: PARAMETERS[n].default for n in ("target", *PAIRING, *SAMPLING, "sampling", "dtype", "seed")
 }
+SERVER = "server"
+"""The parameter that says where the models run, if not here."""
 SHORT = prompts.Prompt("of one letter", "", ("a",))
 """In place of prompts that cannot be read: what is impossible with it is so with any."""
 
@@ -82,7 +84,7 @@ def problems_of(
     if not light and str(device := params.get("device", "auto")).startswith("cuda"):
         findings.check(known.cached, facts_of_gpu, device, blame=("device",))
     deepest = MOST
-    if not light and "target" in params:
+    if not light and "target" in params and SERVER not in params:
         pairings, longest = _check_models(params, texts, known, findings, wrong)
         if pairings and not (findings.problems or wrong):
             _check_memory(params, pairings, longest, known, findings)
@@ -120,7 +122,8 @@ def _check_texts(
             findings.check(known, naming.insist_on_drafter, drafter, "", blame=(name,))
     if "target" in params:
         there = findings.check(known, naming.locate, params["target"], blame=("target",))
-        each = {options["drafter"]: options for options in each_pairing(params, wrong) if there}
+        here = there and SERVER not in params  # what a server drafts with need not be here
+        each = {options["drafter"]: options for options in each_pairing(params, wrong) if here}
         for drafter, options in each.items():
             blame = [*_naming(options, params), "target", "dtype"]
             question = naming.insist_on_drafter, drafter, params["target"]
@@ -376,11 +379,12 @@ def _combined(params: Params) -> Iterator[dict[str, Any]]:
 
 
 def sources(params: Params, known: Known) -> set[str]:
-    """The folders and hub ids of all models that these parameters name, zoo defaults included.
+    """The folders and hub ids of all models that these parameters name, zoo defaults included; none
+    where a server runs them.
 
     Raises UserError for a target that does not exist."""
     folders: set[str] = set()
-    for target in values(params, "target"):
+    for target in values(params, "target") if SERVER not in params else ():
         folders.add(known(naming.locate, target))
         for drafter in values(params, "drafter", "rivals") or [DEFAULTS["drafter"]]:
             if known(naming.method_of, drafter) is None:

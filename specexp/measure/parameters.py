@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,15 @@ def _one_of(*choices: str) -> Callable[[str, Any], None]:
     return check
 
 
+def _address(name: str, value: Any) -> None:
+    from urllib.parse import urlsplit
+
+    with suppress(ValueError):
+        if urlsplit(value if "://" in value else f"http://{value}").hostname:
+            return
+    raise UserError(f"{name} {value!r} is no address; use one such as http://localhost:8000")
+
+
 # --- the table -----------------------------------------------------------------------------------
 
 PARAMETERS: dict[str, Parameter] = {
@@ -173,6 +183,9 @@ PARAMETERS: dict[str, Parameter] = {
     "tpot_steps": Parameter("float", "limit on p95 TPOT, in plain steps of a single stream",
                             _positive),
     "sample": Parameter("int", "requests simulated per hour, on one replica", _least(1)),
+    # servers that run elsewhere
+    "server": Parameter("str", "a running server that drafts: vLLM, SGLang or llama.cpp", _address),
+    "plain_server": Parameter("str", "the same server, started without drafting", _address),
     # finished runs
     "grid": Parameter("str", "only runs of this grid; empty: all runs"),
     "newest": Parameter("int", "most runs to show, newest first", _least(1)),

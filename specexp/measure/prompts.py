@@ -24,14 +24,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from string import whitespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
 from specexp.errors import UserError, check_type, counted, meant, meant_beside
-
-if TYPE_CHECKING:
-    from specexp.api import Pairing
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "prompts"
 NAMES = ("code", "prose", "records", "editing", "messy")  # files, and their one category each
@@ -147,8 +144,18 @@ def files(path_or_name: str | Path) -> list[Path]:
     return sorted(path.glob("*.txt")) if os.path.isdir(path_or_name) else [path]
 
 
+class Speaker(Protocol):
+    """What a conversation is held with: a pairing, or a server."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def answer(self, text: str, max_new_tokens: int) -> str:
+        """The target's own greedy continuation of a text, by plain decoding."""
+
+
 def in_chat(
-    prompts: Sequence[Prompt], pairing: Pairing, max_new_tokens: int, chat: bool = True
+    prompts: Sequence[Prompt], pairing: Speaker, max_new_tokens: int, chat: bool = True
 ) -> Prompts:
     """These prompts in the target's chat template, one for each turn of the user, behind the turns
     before it and their answers: those of the file, or else the target's own by plain decoding.
@@ -172,9 +179,7 @@ def in_chat(
     return Prompts(texts, of + source + used * (cut > 0) + skipped)
 
 
-def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Prompt]:
-    from specexp.models.load import text_of  # it imports torch, which reading a file does not need
-
+def _turns(prompt: Prompt, pairing: Speaker, max_new_tokens: int) -> Iterator[Prompt]:
     answers: list[str] = []
     for number in range(len(prompt.turns)):
         text = _in_template(pairing.tokenizer, prompt, answers)
@@ -182,8 +187,7 @@ def _turns(prompt: Prompt, pairing: Pairing, max_new_tokens: int) -> Iterator[Pr
         if number < len(prompt.answers):
             answers.append(prompt.answers[number])
         elif number + 1 < len(prompt.turns):
-            [ids] = pairing.engine.plain().generate(pairing.encode([text]), max_new_tokens).tokens
-            answers.append(text_of(pairing.tokenizer, ids, skip_special_tokens=True))
+            answers.append(pairing.answer(text, max_new_tokens))
 
 
 def longest(prompt: Prompt, tokenizer: Any) -> tuple[str, int]:

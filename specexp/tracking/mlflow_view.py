@@ -205,7 +205,8 @@ def doubts(record: Mapping[str, Any], drifted: Callable[[], float] = lambda: 1.0
     reasons, tags = not_credible(record), record.get("tags", {})
     with suppress(KeyError, ValueError):
         load, threads = float(tags["load"]), float(tags["threads"])
-        if tags.get("device") == "cpu" and load > threads + 1:
+        here = tags.get("device") == "cpu" and "engine" not in tags  # else a server has the work
+        if here and load > threads + 1:
             both = f"the load average was {load:g}, its own threads {threads:g}"
             reasons.append(f"other work ran beside it ({both})")
     if (fold := drifted()) > DRIFT:

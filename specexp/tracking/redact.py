@@ -22,7 +22,7 @@ NAME = re.compile(
 SHAPES = (  # of tokens, by who issues them
     r"hf_(?:[A-Za-z0-9]{20,}|[a-z]+_eyJ[\w.-]{20,})|sk-[\w-]{20,}",  # model hubs
     r"(?:sk|rk)_(?:live|test)_\w{16,}|sq0[a-z]{3}-[\w-]{20,}|shp[a-z]{2}_[0-9a-fA-F]{32}",  # shops
-    r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}|AIza[\w-]{30,}",  # clouds
+    r"AIza[\w-]{30,}",  # clouds
     r"AccountKey=[\w+/=]{40,}|(?<=[?&]sig=)[\w%+/=-]{20,}",
     r"(?<![aeiou])gh[pousr]_\w{20,}|github_pat_\w{20,}|GR1348941[\w-]{20,}",  # code
     r"gl(?:pat|dt|ft|rt|cbt|ptt|oas|imt|agent|soat)-[\w-]{20,}|ATATT3[\w=-]{60,}|lin_api_\w{30,}",
@@ -39,7 +39,8 @@ WORDS = (  # the same of those that could also be inside another word or base64
     r"ntn_\w{40,}|figd_[\w-]{40,}|PMAK-[\da-f-]{50,}|sntry[su]_[\w=-]{40,}|sbp_[\da-f]{40}",
     r"EAAA[\w-]{56,64}!|(?:AC|SK)[0-9a-z]{32}!|[0-9a-z]{32}-us\d{1,2}!",  # payments, mail, chat
     r"\d{8,10}:[\w-]{35}!|[MNO](?=[\w-]*\d)[\w-]{23,27}\.[\w-]{6}\.[\w-]{27,}",
-    r"ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|do[opr]_v1_\w{40,}|dapi[0-9a-f]{32}!",  # clouds, code
+    r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}!|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}",  # clouds
+    r"do[opr]_v1_\w{40,}|dapi[0-9a-f]{32}!",  # code
     r"hv[bs]\.[\w-]{20,}|AGE-SECRET-KEY-1[A-Z0-9]{50,}|dp\.[a-z]{2,5}\.\w{40,}",
     r"AKC[A-Za-z0-9]{60,80}!|AP[0-9A-F][A-Za-z0-9]{28,80}!|cio[A-Za-z0-9]{32}!",  # packages
     r"eyJ[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]+)?",  # any

@@ -217,6 +217,20 @@ def test_texts_of_a_table_are_cleaned_and_its_types_and_index_stay(tmp_path):
     assert file.read_bytes() == before, "nothing to hide: left as it is"
 
 
+def test_description_of_a_table_in_base64_is_no_secret(tmp_path):
+    """A parquet file holds its schema so; it may read `ABIAQAAFAEAAOAAAAC`."""
+    import pandas as pd
+
+    names = "load repeat question_id turn same s ttft_s tokens later"
+    names += " plain_s plain_ttft_s plain_tokens plain_later"
+    kinds = dict.fromkeys(names.split(), "int64") | {"same": "bool"}
+    kinds |= dict.fromkeys(["s", "ttft_s", "plain_s", "plain_ttft_s"], "float64")
+    file = tmp_path / "own.parquet"
+    pd.DataFrame(dict.fromkeys(kinds, range(40))).astype(kinds).to_parquet(file)
+    assert b"ABIAQAAFAEAAOAAAAC" in file.read_bytes()
+    assert redact.clean(file)
+
+
 def kept(table, folder):
     file = folder / "safe.parquet"
     table(redact.HIDDEN).to_parquet(file)

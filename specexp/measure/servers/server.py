@@ -3,10 +3,11 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from specexp.decision import dialects
-from specexp.decision.connection import Connection
 from specexp.errors import UserError, counted
+from specexp.measure.servers.connection import Connection
+from specexp.measure.servers.dialects import spoken
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,11 @@ class Server:
         """Raises UserError if nothing answers there, or none that `dialects` knows."""
         self.connection = Connection(url)
         self.url = self.connection.url
-        self.model, self.dialect = dialects.spoken(self.connection)
+        self.model, self.dialect = spoken(self.connection)
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int) -> Reply:
         """Continue token ids greedily. Raises UserError if the server refuses, returns none or

@@ -10,11 +10,13 @@ its counts with each answer.
 import re
 from collections import Counter
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Protocol
 
-from specexp.decision.connection import Connection
 from specexp.errors import UserError
+from specexp.measure.servers.connection import Connection
 
+COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 _COUNT = re.compile(r"(?m)^(\w+):spec_decode_num_(\w+?)(?:_total)?(?:\{(.*)\})? (\d\S*)")
 
 
@@ -32,7 +34,7 @@ class Dialect(Protocol):
         ends with it (`stop` or `eos`: with an end-of-text token), or "" if it goes on."""
 
     def counters(self) -> Counter[str]:
-        """drafts, draft_tokens and accepted_tokens so far, and accepted_1, accepted_2, ...: drafts
+        """COUNTS so far, and accepted_1, accepted_2, ...: drafts
         of which at least so many tokens were accepted."""
 
 
@@ -81,6 +83,7 @@ class SGLang:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._counted: Counter[str] = Counter()  # by the answers read so far
+        self._counting = Lock()  # answers may come side by side
 
     def request(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[str, dict[str, Any]]:
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
@@ -105,13 +108,15 @@ class SGLang:
         if "spec_num_correct_drafts" not in about:
             needs = "has other counters: it needs SGLang 0.5.23 or newer"
             raise UserError(f"{self.connection.url} {needs}")
-        self._counted.update(
+        counts = Counter(
             drafts=drafts,
             draft_tokens=about["spec_num_proposed_drafts"],
             accepted_tokens=about["spec_num_correct_drafts"],
         )
         for accepted, drafts in enumerate(about.get("spec_correct_drafts_histogram") or ()):
-            self._counted.update({f"accepted_{at}": drafts for at in range(1, accepted + 1)})
+            counts.update({f"accepted_{at}": drafts for at in range(1, accepted + 1)})
+        with self._counting:
+            self._counted.update(counts)
 
     def counters(self) -> Counter[str]:
         return self._counted.copy()
@@ -140,6 +145,6 @@ def _of_the_server(connection: Connection) -> Counter[str]:
     for _, name, labels, value in _COUNT.findall(connection.text("/metrics")):
         if name == "accepted_tokens_per_pos" and (at := re.search(r'position="(\d+)"', labels)):
             counts[f"accepted_{int(at[1]) + 1}"] += int(float(value))
-        elif name in ("drafts", "draft_tokens", "accepted_tokens"):
+        elif name in COUNTS:
             counts[name] += int(float(value))
     return counts
