@@ -66,21 +66,24 @@ def closed_loops(rates: pd.DataFrame, regrets: pd.DataFrame) -> Figure:
 def servers(rates: pd.DataFrame) -> Figure:
     """A server that drafts and the same without drafting, by load; from `servers.rates`."""
     plain, drafting = {"color": style.PLAIN, "marker": "x"}, {"color": style.SPECULATIVE}
-    with style.panels(3, 3.5, 4.2) as (figure, (left, middle, right)):
+    with style.panels(4, 5.25, 3.6) as (figure, every):
+        left, right, *times = every
         style.points(left, rates.assign(low=rates["low"] * rates["plain_tok_s"],
                                         high=rates["high"] * rates["plain_tok_s"]),
                      "load", "tok_s", **drafting, marker="o", label="drafting")  # fmt: skip
         left.plot(rates["load"], rates["plain_tok_s"], **plain, label="plain")
-        speedup_panel(middle, rates, "load")
-        right.plot(rates["load"], rates["ttft_ms"], **drafting, marker="o")
-        right.plot(rates["load"], rates["plain_ttft_ms"], **plain)
-        for axes in (left, middle, right):
+        speedup_panel(right, rates, "load")
+        for axes, kind in zip(times, ("ttft", "tpot"), strict=True):
+            axes.plot(rates["load"], rates[f"{kind}_ms"], **drafting, marker="o")
+            axes.plot(rates["load"], rates[f"plain_{kind}_ms"], **plain)
+        for axes in every:
             style.batch_axis(axes, rates["load"])
             axes.set_xlabel("load: requests at once")
         left.set(ylabel="tokens/s, all streams", ylim=(0, None))
-        right.set(ylabel="median TTFT, ms", ylim=(0, None))
+        times[0].set(ylabel="median TTFT, ms", ylim=(0, None))
+        times[1].set(ylabel="TPOT, ms", ylim=(0, None))
         finding = crossing(rates, "load") + doubt_of_speedups(rates)
-        style.title(figure, finding, no_intervals="plain decoding, and TTFT")
+        style.title(figure, finding, no_intervals="plain decoding, TTFT and TPOT")
     return figure
 
 

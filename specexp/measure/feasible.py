@@ -101,6 +101,8 @@ def _check_texts(
     for gamma in values(params, "gamma", "gammas") or [1]:
         for shape in values(params, "tree", "trees") or ["chain"]:
             findings.check(Tree.parse, shape, gamma, blame=("gamma", "gammas", "tree", "trees"))
+    if "prompts" not in {*params, *wrong} and not prompts.SHIPPED.is_dir():
+        texts = texts or [SHORT]  # an installed package ships none, and none are asked for
     if texts is None:
         categories = None if "prompts" in wrong else tuple(params.get("categories") or ()) or None
         limit = None if "limit" in wrong else params.get("limit")

@@ -150,3 +150,18 @@ def test_simulated_figure_says_simulated(tmp_path):
     ]  # fmt: skip
     dots = [tuple(d) for a in figure.axes for c in a.collections[:2] for d in c.get_offsets()]
     assert dots == [(100, 110), (200, 190), (50, 50), (80, 60)]
+
+
+def test_servers_figure_says_where_drafting_stops_paying(tmp_path):
+    rates = pd.DataFrame({
+        "load": [1, 8], "speedup": [1.5, 0.8], "low": [1.2, 0.7], "high": [1.9, 0.9], "doubt": "",
+        "tok_s": [150.0, 640.0], "plain_tok_s": [100.0, 800.0], "ttft_ms": [30.0, 60.0],
+        "plain_ttft_ms": [25.0, 45.0], "tpot_ms": [7.0, 12.0], "plain_tpot_ms": [10.0, 10.0],
+    })  # fmt: skip
+    figure = figures.under_load.servers(rates)
+    assert drawn(figure, tmp_path) == (
+        "1.50x [1.20, 1.90] at load 1; stops paying between load 1 and 8\n"
+        "No intervals: plain decoding, TTFT and TPOT"
+    )
+    assert drawn_of(figure.axes[0]) == {"drafting": [150, 640]}
+    assert list(figure.axes[3].lines[0].get_ydata()) == [7, 12]

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from specexp.errors import UserError
 from specexp.measure import prompts as prompts_module
+from specexp.measure.parameters import problems_of
 from specexp.measure.prompts import NAMES, SHIPPED, Prompt, in_chat, load
+from specexp.zoo.known import Known
 
 
 def line(question_id: object = 1, category: object = "code", turns: object = ("x = 1",)) -> str:
@@ -387,3 +389,11 @@ def test_installed_package_has_no_prompts_and_says_so(monkeypatch, tmp_path) -> 
     monkeypatch.setattr(prompts_module, "SHIPPED", tmp_path / "none")
     with pytest.raises(UserError, match=r"'all' are in a clone of the repository.*a file of yours"):
         load("all")
+
+
+def test_notebook_without_prompts_needs_none_in_an_installed_package(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(prompts_module, "SHIPPED", tmp_path / "none")
+    params = {"target": "target-10m", "drafter": "ngram", "gamma": 2}
+    assert problems_of(params, None, Known()) == []
+    [problem] = problems_of(params | {"prompts": "all"}, None, Known())
+    assert "are in a clone of the repository" in problem.what

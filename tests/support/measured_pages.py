@@ -342,6 +342,27 @@ def servers() -> str:
     )
 
 
+def servers_load() -> str:
+    """notebooks/README: a server with and without drafting, by load."""
+    file = load("servers_load")
+    first, *_, last = file["rates"]
+    gains = " and ".join(
+        f"{row['speedup']:.2f}x [{row['low']:.2f}, {row['high']:.2f}] at load {row['load']}"
+        for row in (first, last)
+    )
+    ttft, plain, tpot = first["ttft_ms"], first["plain_tpot_ms"], first["tpot_ms"]
+    reading = first["ttft_ms"] / (first["ttft_ms"] + (file["max_new_tokens"] - 1) * tpot)
+    return paragraph(
+        f"For example, {file['engine']} with {file['model']}, on {file['device']}, "
+        f"{file['prompts']} chats ([data](../data/measurements/servers_load.json)): "
+        f"`{file['drafter']}` brings {gains}, though {first['rate']:.0%} of its draft tokens are "
+        f"accepted. It drafts in few rounds ({tpot:.1f} ms a token, not {plain:.1f}), and an "
+        f"answer of {file['max_new_tokens']} tokens spends {reading:.0%} of its time on the prompt "
+        f"(TTFT {ttft:.0f} ms).",
+        104,
+    )
+
+
 def simulated() -> str:
     """notebooks/README: how often simulated intervals hold, and a best arm is called faster."""
     table = pd.DataFrame(load("intervals"))
@@ -416,6 +437,7 @@ TEXTS: dict[str, Callable[[], str]] = {
         longer,
         few_prompts,
         servers,
+        servers_load,
         simulated,
         spread,
         layers,
