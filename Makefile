@@ -54,6 +54,7 @@ ui: $(STAMP)     ## open the MLflow UI on this machine
 $(STAMP):
 	$(PY) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "specexp needs Python 3.11 or newer; set PY=/path/to/python3.11")'
 	$(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install $(QUIETLY) -c constraints.txt --upgrade pip  # older ones take twice as long
 	$(BIN)/python -m pip install $(QUIETLY) "$$(head -n 1 constraints.txt)"
 	$(BIN)/python -m pip install $(QUIETLY) -c constraints.txt -e ".[lab,dev,quant,ray,real]"
 	@rm -f $(VENV)/.installed-* && touch $@

@@ -19,7 +19,7 @@ from specexp.decision import recommend
 from specexp.fitting import Limits, reach
 from specexp.grids import points, runner
 from specexp.policy import Fixed
-from specexp.tracking import compare, mlflow_view, runs
+from specexp.tracking import compare, mlflow_view, report, runs
 from specexp.tree import Tree
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -179,6 +179,9 @@ def test_servers_are_compared_under_load_and_recommended(
     [advice] = recommend.advise()
     assert str(advice.situation).endswith("vLLM, 127.0.0.1")
     assert {m.batch for m in advice.measured} == {1, 2}
+    page = report.page(report.newest(store.glob("results/*")))
+    assert "At least 100% of the texts are the plain server" in page
+    assert "engine_host" in page
     [figure] = store.glob("results/*/figures/load.png")
     assert "ngram, γ = 2, 6 prompts" in Image.open(figure).text["Title"]
 
@@ -227,7 +230,7 @@ LM.verify = lambda lm, seqs, draft, taps=(): whole(
 """
 
 
-@pytest.mark.parametrize("name", one_in(3, SMALL))
+@pytest.mark.parametrize("name", one_in(5, SMALL))
 def test_planted_divergence_fails_the_notebook(
     name, store, kept, tmp_path, tiny_folders, prompts_file
 ):

@@ -33,7 +33,8 @@ def check(
     """Compare a running server's text, acceptance and speed with an exact reference here.
 
     Give the server's own target, drafter, draft length and dtype. Prompts are sent one at a time,
-    greedily; nothing else may use the server meanwhile. Exit code 1: its text is not the target's.
+    greedily; nothing else may use the server meanwhile. An API key is read from SPECEXP_API_KEY.
+    Exit code 1: its text is not the target's. Under load: the notebook 50_servers.
 
     Example: `specexp check http://localhost:8000 --target Qwen/Qwen3-8B --drafter ngram --gamma 4`
     """

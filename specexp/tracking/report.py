@@ -35,7 +35,8 @@ SETTING = ("target", "prompts", "limit", "chat", "temperature", "temperatures", 
 USUAL = {"chat": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given"}
 MODELS_OWN = ("temperature", "model")  # by that sampling, the parameter says nothing
 MOST_FIGURES = 40  # of one experiment: some megabytes
-FACTS = (*provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
+FACTS = ("engine", "engine_host", *provenance.FACTS, "version.specexp", "load", "where",
+         "git.commit", "git.dirty")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,8 @@ def compared(part: Sequence[Run]) -> tuple[list[tuple[Any, ...]], float | None]:
 def exactness(part: Sequence[Run]) -> str:
     """Whether the output was the target's, in how many runs and tokens."""
     checked = [run.metrics for run in part if "exact/pass" in run.metrics]
+    if same := [run.metrics["exact/same"] for run in part if "exact/same" in run.metrics]:
+        return f"At least {min(same):.0%} of the texts are the plain server's; see specexp check."
     if not checked:
         return "No run checked whether its output is the target's."
     passed = sum(metrics["exact/pass"] == 1 for metrics in checked)

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import also
 
 ROOT = Path(__file__).parents[2]
 # What such a machine may lack, this package's own installation among it.
@@ -51,7 +50,8 @@ def bare(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("room", ["fast", *also("")])
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ["fast", ""])
 def test_collection_names_the_tests_left_out(bare, room):
     some = ("-k", "test_gpu or test_fused_pass_matches", "-p", "no:cacheprovider")
     code, said = bare("-m", "pytest", "--collect-only", *some, f"tests/{room}")

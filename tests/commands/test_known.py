@@ -158,6 +158,7 @@ def test_texts_have_the_tokens_that_their_target_reads(tmp_path, monkeypatch, ti
             feasible._tokens_of("", target, kept)
 
 
+@pytest.mark.slow
 def test_what_mlflow_shows_is_looked_up_without_importing_it(filled):
     code = (
         "import sys; from specexp.tracking import presence, results; "

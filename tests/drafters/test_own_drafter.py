@@ -35,6 +35,7 @@ def cell():
     return names
 
 
+@pytest.mark.slow
 def test_page_shows_a_drafter_a_rule_and_a_policy_that_run(cell, capsys):
     exec(blocks("python")[0], {"__name__": "__main__"})
     rate, speedup, exact = capsys.readouterr().out.splitlines()

@@ -369,7 +369,7 @@ def right() -> bool:
     return test_cpu_replays.held_rounds_are_rounds("model")
 
 
-@pytest.mark.parametrize("bug", one_in(100, BUGS))
+@pytest.mark.parametrize("bug", one_in(len(BUGS), BUGS))
 def test_planted_bug_is_caught(once, monkeypatch, bug):
     good, bad = BUGS[bug]
     count = {p.name: p.read_text().count(good) for p in build.FOLDER.iterdir() if p.is_file()}
@@ -391,7 +391,8 @@ ZEN = "x86-64-v3 -mtune=znver3"
 OTHER_MAKER = "native -U__SSE4A__" if "sse4a" in build._processor() else "native -D__SSE4A__=1"
 
 
-@pytest.mark.parametrize("march", [f"{ZEN} -O1", *also(OTHER_MAKER, ZEN, "x86-64-v3", "x86-64")])
+@pytest.mark.slow
+@pytest.mark.parametrize("march", [f"{ZEN} -O1", *(OTHER_MAKER, ZEN, "x86-64-v3", "x86-64")])
 def test_narrower_vectors_and_other_makers_processors_give_the_same(anew, monkeypatch, march):
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         march = "native"

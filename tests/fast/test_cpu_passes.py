@@ -84,7 +84,7 @@ def set_default_dtype():
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree", "native"), one_in(5, product(DRAFTERS, ("chain", "grown"), ("", "off")))
+    ("kind", "tree", "native"), one_in(9, product(DRAFTERS, ("chain", "grown"), ("", "off")))
 )
 def test_default_dtype_changes_no_round(kind, tree, native, set_default_dtype, monkeypatch):
     monkeypatch.setenv("SPECEXP_NATIVE", native)

@@ -67,7 +67,7 @@ def write(path: Path, *cells: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("notebook", one_in(3, MEASURING), ids=lambda path: path.stem)
+@pytest.mark.parametrize("notebook", one_in(5, MEASURING), ids=lambda path: path.stem)
 def test_core_file_is_in_every_measuring_key(package, notebook):
     before = files(notebook)
     assert before.keys() >= {f"specexp/{n}.py" for n in ("sampling", "engine", "rules", "tree")}
@@ -96,6 +96,7 @@ def test_drafter_is_only_in_keys_that_name_it(package):
     assert {how for how in named if after[how] != before[how]} == set(named) - {"not"}
 
 
+@pytest.mark.slow
 def test_new_drafter_is_in_no_key_but_its_own(package):
     before = [files(notebook) for notebook in NOTEBOOKS]
     edit(package / "drafters" / "brandnew.py")
@@ -447,6 +448,7 @@ def test_every_module_that_a_point_loads_is_in_its_key(tiny_folders):
     assert counted - key == set()
 
 
+@pytest.mark.slow
 def test_points_without_checks_have_the_same_keys_and_read_no_model():
     """Each shipped drafter asks for its model before it reads one."""
     file = grid_file.ROOT / "notebooks" / "grids" / "drafters.yaml"

@@ -474,7 +474,7 @@ with kernels.Kernels(modules.split(), "plain" * (state == "plain")) as k, k.work
 STATES = {"forked": "", "plain": "", "importing": "hangs", "deadlocked": "stuck"}
 
 
-@pytest.mark.parametrize("state", ["forked", "importing", *also("plain", "deadlocked")])
+@pytest.mark.parametrize("state", ["forked", *also("importing", "plain", "deadlocked")])
 def test_killed_runner_leaves_no_process(helpers, tmp_path, state):
     """Nor do processes that hang before its first kernel."""
     cell = textwrap.dedent(CHILDREN) + "time.sleep(600)"

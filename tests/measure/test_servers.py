@@ -3,9 +3,12 @@
 import threading
 import time
 from collections import Counter
+from http.server import BaseHTTPRequestHandler
 
 import pandas as pd
 import pytest
+from conftest import also
+from support import fake_servers
 
 import specexp
 from specexp import measure
@@ -14,6 +17,7 @@ from specexp.figures import under_load
 from specexp.measure import servers
 from specexp.measure.prompts import Prompt
 from specexp.measure.servers import loops
+from specexp.measure.servers.connection import Connection
 from specexp.measure.servers.server import Reply
 
 PROMPTS = [Prompt(number, "own", (f"a b c a b c {number}",)) for number in range(5)]
@@ -31,7 +35,7 @@ def pair(serving, pairing, request):
     return servers.connect(serving(pairing, kind), plain, "target-10m", 3)
 
 
-@pytest.mark.parametrize("pair", ["vllm", "sglang", "llamacpp"], indirect=True)
+@pytest.mark.parametrize("pair", ["sglang", *also("vllm", "llamacpp")], indirect=True)
 def test_both_servers_answer_every_prompt_at_every_load(pair, pairing):
     samples, counts = servers.closed_loops(pair, PROMPTS, [1, 3], 12, repeats=2)
     assert len(samples) == 2 * 2 * len(PROMPTS)
@@ -119,6 +123,24 @@ def test_two_addresses_of_one_server_or_of_two_engines_are_refused(serving, pair
         servers.connect(vllm, f"http://{vllm}/", "target-10m", 3)
     with pytest.raises(UserError, match=r"is vLLM and .* is llama.cpp: use one engine"):
         servers.connect(vllm, llama, "target-10m", 3)
+
+
+def test_a_server_that_asks_for_a_key_gets_that_of_the_environment(monkeypatch):
+    class Locked(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.headers["Authorization"] == "Bearer k3y" else 401)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *args):
+            pass
+
+    with fake_servers.starting() as start:
+        connection = Connection(start(None, handler=Locked))
+        with pytest.raises(UserError, match="401 Unauthorized: put its key into SPECEXP_API_KEY"):
+            connection.json("/v1/models")
+        monkeypatch.setenv("SPECEXP_API_KEY", "k3y")
+        assert connection.json("/v1/models") == {}
 
 
 def table(pace, prompts=40, load=4, **more):

@@ -1,6 +1,7 @@
 """A server's answers over HTTP: text, one JSON object, or a stream of them."""
 
 import json
+import os
 from collections.abc import Iterator
 from http.client import HTTPException
 from typing import Any
@@ -10,6 +11,7 @@ from urllib.request import Request, urlopen
 from specexp.errors import UserError
 
 PATIENCE_S = 600.0  # for one request
+API_KEY = "SPECEXP_API_KEY"  # the environment variable with that of a server that asks for one
 
 
 class Connection:
@@ -46,13 +48,16 @@ class Connection:
         return parsed
 
     def _lines(self, path: str, body: bytes | None = None) -> Iterator[bytes]:
-        request = Request(self.url + path, body, {"Content-Type": "application/json"})
+        key = os.environ.get(API_KEY)
+        own = {"Authorization": f"Bearer {key}"} if key else {}
+        request = Request(self.url + path, body, {"Content-Type": "application/json"} | own)
         try:
             with urlopen(request, timeout=PATIENCE_S) as answer:
                 yield from answer
         except HTTPError as e:
             reason = " ".join(e.read(400).decode(errors="replace").split())
             reason = "not a vLLM, SGLang or llama.cpp server?" if reason[:1] == "<" else reason
+            reason = f"put its key into {API_KEY}" if e.code in (401, 403) else reason
             raise UserError(f"{self.url}{path} answers {e.code} {e.reason}: {reason}") from None
         except (OSError, HTTPException, ValueError) as e:
             raise UserError(f"{self.url} does not answer: {e}; is the server up?") from None
