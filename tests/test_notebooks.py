@@ -177,11 +177,11 @@ def test_servers_are_compared_under_load_and_recommended(
     assert 0 <= run["metrics.acceptance/rate"] <= 1
     assert run["metrics.speedup/at_batch"] == run["metrics.speedup/at_largest_batch"] > 0
     [advice] = recommend.advise()
-    assert str(advice.situation).endswith("vLLM, 127.0.0.1")
+    assert str(advice.situation).endswith("vLLM on 127.0.0.1")
     assert {m.batch for m in advice.measured} == {1, 2}
     page = report.page(report.newest(store.glob("results/*")))
     assert "At least 100% of the texts are the plain server" in page
-    assert "engine_host" in page
+    assert "vLLM on 127.0.0.1" in page
     [figure] = store.glob("results/*/figures/load.png")
     assert "ngram, γ = 2, 6 prompts" in Image.open(figure).text["Title"]
 

@@ -35,7 +35,6 @@ from specexp.zoo import naming
 SHARED = ("target", "prompts", "categories", "chat", "max_new_tokens", "temperature", "top_k",
           "top_p", "min_p", "sampling", "rule", "dtype")  # fmt: skip
 MACHINE = ("device", "processor", "threads")
-SERVER = ("engine", "engine_host")
 EXACT = ("match", "reject", "block")  # rules; greedily all accept the same
 READ = {"target": "its target has", "drafter": "its drafter has", "prompts": "its prompts have",
         "models": "its models have", "data": "its prompts have"}  # fmt: skip
@@ -63,7 +62,7 @@ class Situation(NamedTuple):
     @property
     def engine(self) -> str:
         """The engine of the server that was measured; "" if it was measured here."""
-        return dict(self.machine).get("engine", "")
+        return dict(self.machine).get("engine", "").partition(" on ")[0]
 
     def __str__(self) -> str:
         """In words, without what is as usual: `prompts all, temperature 0.8; cpu, AMD EPYC`."""
@@ -276,7 +275,7 @@ def machine_of(run: report.Run) -> Machine:
     """What decides how long a result's work took: of a server, the engine and where it ran; else,
     of its kernels only which were missing, as every version has others."""
     if "engine" in run.tags:
-        return tuple((name, run.tags.get(name, "")) for name in SERVER)
+        return (("engine", run.tags["engine"]),)
     kernels = run.tags.get("kernels", "").split(", ")
     missing = ", ".join(part for part in kernels if re.search(r"\b(no|not|off)\b", part))
     return *((name, run.tags.get(name, "")) for name in MACHINE), ("kernels", missing)

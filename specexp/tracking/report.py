@@ -35,8 +35,7 @@ SETTING = ("target", "prompts", "limit", "chat", "temperature", "temperatures", 
 USUAL = {"chat": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "sampling": "given"}
 MODELS_OWN = ("temperature", "model")  # by that sampling, the parameter says nothing
 MOST_FIGURES = 40  # of one experiment: some megabytes
-FACTS = ("engine", "engine_host", *provenance.FACTS, "version.specexp", "load", "where",
-         "git.commit", "git.dirty")  # fmt: skip
+FACTS = ("engine", *provenance.FACTS, "version.specexp", "load", "where", "git.commit", "git.dirty")
 
 
 @dataclass(frozen=True)
@@ -307,8 +306,7 @@ def exactness(part: Sequence[Run]) -> str:
     if passed < len(checked):
         bugs = sum(metrics.get("exact/bugs", 0) for metrics in checked)
         text += f"; the others use a lossy rule or have a bug ({bugs:.0f} differences)"
-    unchecked = len(part) - len(checked)
-    return f"{text}; {unchecked} unchecked." if unchecked else f"{text}."
+    return f"{text}{f'; {n} unchecked' if (n := len(part) - len(checked)) else ''}."
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -361,9 +359,8 @@ def _section(part: Sequence[Run]) -> dict[str, Any]:
         "experiment": part[0].experiment, "title": title, "prose": prose, "answer": answer(part),
         "setting": setting(part), "grids": as_grids(part), "compared": rows, "even": even,
         "figures": figures, "more": next(drawn, None) is not None,
-        "columns": list(table), "rows": table.to_numpy().tolist(),
-        "exactness": exactness(part), "doubts": doubts,
-        "remedy": remedy(part), "environment": made_with,
+        "columns": list(table), "rows": table.to_numpy().tolist(), "exactness": exactness(part),
+        "doubts": doubts, "remedy": remedy(part), "environment": made_with,
         "commands": commands_to_repeat(part),
         "runs": [(run.tags.get("name", run.label), run.folder.name, run.link) for run in part],
     }  # fmt: skip

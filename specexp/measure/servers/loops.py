@@ -47,7 +47,7 @@ class Pair:
     @property
     def tags(self) -> dict[str, str]:
         """For a result: which engine was measured, and on which machine."""
-        return {"engine": self.drafting.dialect.name, "engine_host": self.drafting.host}
+        return {"engine": f"{self.drafting.dialect.name} on {self.drafting.host}"}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [names.encode(self.tokenizer, text) for text in texts]
