@@ -42,8 +42,8 @@ def log(
         | params,
         "metrics": {
             "speedup/measured": first, "speedup/ci_low": first - half,
-            "speedup/ci_high": first + half, "exact/pass": exact,
-        } | ({"speedup/best_gamma": best} if best else {}),
+            "speedup/ci_high": first + half,
+        } | {n: v for n, v in (("exact/pass", exact), ("speedup/best_gamma", best)) if v is not None},
         "series": {
             f"speedup/at_batch{end}": {str(b): v + more for b, v in curve.items()}
             for end, more in (("", 0), ("_low", -half), ("_high", half))
@@ -101,6 +101,41 @@ def test_what_is_certainly_better_is_so_than_every_setting_measured_there(store)
     said = only(advise()).verdict()
     assert said.startswith("Draft 6 tokens with ngram for one stream: 1.60x")
     assert said.endswith("It is not certainly better than suffix.")
+
+
+def test_rules_that_accept_the_same_are_one_situation(store):
+    for rule in ("auto", "match", "reject", "block"):
+        log("ngram", 1.5, rule=rule)
+        log("ngram", 1.4, rule=rule, temperature=0.8)
+    assert sorted(advice.situation.rule for advice in advise()) == ["", "auto", "block", "match"]
+
+
+def test_no_engine_has_the_rule_match_for_drafts_that_are_sampled(store):
+    log("eagle", 1.5, rule="match", temperature=0.8)
+    written = engines.of_advice(only(advise()))
+    assert set(written.values()) == {
+        "has no such rule for drafts that were sampled: measure rule auto"
+    }
+
+
+def test_a_server_is_a_situation_of_its_own_and_gets_the_options_of_its_engine(store, run):
+    here = {"engine": "vLLM on gpu7"}
+    log("ngram", {1: 1.8, 4: 1.3}, exact=None, tags=MACHINE | here, server="gpu7:8000")
+    log("suffix", 1.4, exact=None, tags=MACHINE | here, server="gpu7:8001")
+    log("ngram", 1.2, exact=None)  # not of a server, so its output should have been checked
+    served, other = advise()
+    assert str(served.situation) == "prompts all; vLLM on gpu7"
+    assert [plan.drafter for plan in served.plans] == ["ngram", "suffix"]
+    assert "Larger batches than 4 were not measured with it: run 50_servers with more" in str(
+        served
+    )
+    assert list(engines.of_advice(served)) == ["vLLM"]
+    assert [why for _, why in other.left_out] == ["its output was not checked, or not the target's"]
+    code, out, err = run("target-10m")
+    assert (code, err) == (0, "")
+    assert "In an engine (as measured there):" in out
+    with pytest.raises(UserError, match="run 50_servers with more streams for: prompts all; vLLM"):
+        next_grid.text([served], store)
 
 
 def test_a_setting_under_load_competes_though_its_drafter_is_off_for_one_stream(store):
