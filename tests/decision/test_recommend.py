@@ -35,7 +35,7 @@ def log(
     draft length of the former, if several were tried. identity: that of a grid's point. contents:
     as `provenance.contents` gives them."""
     curve = at if isinstance(at, dict) else {1: at}
-    first = curve[min(curve)]
+    first, more = curve[min(curve)], {"exact/pass": exact, "speedup/best_gamma": best}
     record = {
         "experiment": "mine",
         "params": {"target": "target-10m", "prompts": "all", "drafter": drafter, "gamma": gamma}
@@ -43,10 +43,10 @@ def log(
         "metrics": {
             "speedup/measured": first, "speedup/ci_low": first - half,
             "speedup/ci_high": first + half,
-        } | {n: v for n, v in (("exact/pass", exact), ("speedup/best_gamma", best)) if v is not None},
+        } | {n: v for n, v in more.items() if v is not None},
         "series": {
-            f"speedup/at_batch{end}": {str(b): v + more for b, v in curve.items()}
-            for end, more in (("", 0), ("_low", -half), ("_high", half))
+            f"speedup/at_batch{end}": {str(b): v + off for b, v in curve.items()}
+            for end, off in (("", 0), ("_low", -half), ("_high", half))
         } if curve is at else {},
         "tags": tags,
         "contents": contents or {},
