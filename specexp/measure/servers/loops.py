@@ -3,8 +3,8 @@
 A turn is a closed loop: every stream sends its next prompt as soon as it has an answer. The streams
 begin with prompts that are cut to rising lengths and do not count, and go on with prompts that do
 not count until the last of those that do is answered. So each that counts meets the full load from
-its first token to its last, and as many tokens a second leave the server as one stream gains, times
-the streams. Intervals are over prompts, as both servers answer the same.
+its first token to its last, and the server's throughput is the pace of one stream times the number
+of streams. Intervals are over prompts, as both servers answer the same.
 """
 
 import time
