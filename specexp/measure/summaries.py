@@ -394,20 +394,28 @@ def throughput_metrics(
     samples: pd.DataFrame, expected: pd.DataFrame | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics and series of a sweep of the batch size, from `one_pairing.throughput`. The headline
-    figures are those of the smallest batch. expected: at some sizes, from `predicted`.
-
-    `throughput/crossing_batch`: the smallest batch whose whole interval lies below 1."""
+    figures are those of the smallest batch. expected: at some sizes, from `predicted`."""
     by_batch = speedups(samples, "batch", expected)
     of_one_size = samples[samples["batch"] == samples["batch"].min()]  # others repeat its prompts
     metrics, series = acceptance_metrics(of_one_size)
-    metrics |= _headline(by_batch.iloc[0], by_batch)
-    metrics["speedup/at_largest_batch"] = by_batch["speedup"].iloc[-1]
-    with_interval = by_batch[(by_batch["low"] < by_batch["high"]) & sound(by_batch)]
-    losing = with_interval[with_interval["high"] < 1]["batch"]
+    over_batch, curves = load_metrics(by_batch, "batch")
+    return metrics | over_batch, series | curves
+
+
+def load_metrics(
+    measured: pd.DataFrame, by: str
+) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
+    """Metrics and series of speedups over the load, the column `by`, which ascends.
+
+    `throughput/crossing_batch`: the smallest load whose whole interval lies below 1."""
+    metrics = _headline(measured.iloc[0], measured)
+    metrics["speedup/at_largest_batch"] = measured["speedup"].iloc[-1]
+    with_interval = measured[(measured["low"] < measured["high"]) & sound(measured)]
+    losing = with_interval[with_interval["high"] < 1][by]
     if len(losing):
         metrics["throughput/crossing_batch"] = losing.iloc[0]
-    curves = by_batch.set_index("batch")
-    return metrics, series | at_batch(by_batch, "batch") | {
+    curves = measured.set_index(by)
+    return metrics, at_batch(measured, by) | {
         "throughput/at_batch": curves["tok_s"].to_dict(),
         "throughput/plain_at_batch": curves["plain_tok_s"].to_dict(),
     }

@@ -194,23 +194,13 @@ def _draws(part: pd.DataFrame) -> statistics.Draws:
     timed = part[(part[["plain_tokens", "tokens"]] > 0).all(axis=1)]
     if timed.empty:
         raise UserError(f"{counted(len(part), 'answer')} held no token: use other prompts")
-    columns = summaries.units(timed, *summaries.TIMED)
-    return statistics.speedup_draws(*columns, units=summaries.unit(timed))
+    return summaries.speedup_draws(timed)
 
 
-def metrics(rated: pd.DataFrame) -> tuple[dict[str, float], dict[str, Any]]:
+def metrics(rated: pd.DataFrame) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
     """Metrics and series for MLflow, from `rates`; what has no load is of the fewest streams."""
-    first = rated.iloc[0]
-    figures = {
-        "speedup/measured": first["speedup"], "speedup/ci_low": first["low"],
-        "speedup/ci_high": first["high"], "speedup/at_largest_batch": rated["speedup"].iloc[-1],
-        "speedup/credible": float(summaries.sound(rated).all()),
-        "throughput/tok_s": first["tok_s"], "throughput/plain_tok_s": first["plain_tok_s"],
+    first, (figures, series) = rated.iloc[0], summaries.load_metrics(rated, "load")
+    return figures | {
         "latency/ttft_ms": first["ttft_ms"], "latency/tpot_ms": first["tpot_ms"],
         "acceptance/rate": first["rate"], "exact/same": rated["same"].min(),
-    }  # fmt: skip
-    by_load = rated.set_index("load")
-    return figures, summaries.at_batch(rated, "load") | {
-        "throughput/at_batch": by_load["tok_s"].to_dict(),
-        "throughput/plain_at_batch": by_load["plain_tok_s"].to_dict(),
-    }
+    }, series  # fmt: skip
